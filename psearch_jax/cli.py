@@ -1,0 +1,203 @@
+"""The command line: one function a command, no logic of its own.
+
+Rooms are imported inside the commands, so that `psearch --help` is immediate. Exit codes: 0 done,
+1 a defect of ours (with a traceback), 2 something the user can mend (one sentence), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import psearch_jax
+from psearch_jax.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from psearch_jax.config import Config
+    from psearch_jax.config_files import Origins
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    show_traceback = "--traceback" in arguments
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except UserError as error:
+        return _say(f"error: {error}", 2, show_traceback)
+    except Interrupted as error:
+        return _say(str(error), 130, show_traceback)
+    except (KeyboardInterrupt, click.Abort):
+        return _say("interrupted", 130, show_traceback)
+    except BrokenPipeError:
+        # The reader has left (`psearch config … | head`); Python must not complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" for {error.filename}" if error.filename else ""
+        return _say(f"error: no space left{where}: free some and run again", 2, show_traceback)
+
+
+def _run(arguments: list[str]) -> int:
+    """Parse and call; `click.Group.main` would turn a closed pipe and Ctrl-C into codes of its own."""
+    try:
+        with cli.make_context("psearch", arguments) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as finished:  # --help and --version
+        return finished.exit_code
+    return 0
+
+
+def _say(sentence: str, code: int, show_traceback: bool) -> int:
+    if show_traceback:
+        traceback.print_exc()
+    click.echo(sentence, err=True)
+    return code
+
+
+def _resolve(sources: Sequence[str]) -> tuple[Config, Origins]:
+    """The configuration that FILE and KEY=VALUE arguments describe, and the origin of each value."""
+    from psearch_jax.config_files import resolve
+
+    overrides = [s for s in sources if "=" in s and not Path(s).is_file()]
+    return resolve([s for s in sources if s not in overrides], overrides)
+
+
+def _resolve_and_record(sources: Sequence[str]) -> Config:
+    """As `_resolve`, and written into the run directory."""
+    from psearch_jax.run_record import save_run_record
+
+    config, origins = _resolve(sources)
+    save_run_record(config, config.run_directory, sys.argv, origins)
+    return config
+
+
+def _traceback_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--traceback",
+        is_flag=True,
+        expose_value=False,  # `main` looks for it, wherever it stands
+        help="Show where in the program an error was found.",
+    )(function)
+
+
+def _recipe(function: Callable[..., Any]) -> Callable[..., Any]:
+    """FILE… and KEY=VALUE… in any order; files are merged left to right, then the overrides."""
+    return _traceback_option(
+        click.argument("sources", nargs=-1, metavar="[FILE|KEY=VALUE]...")(function)
+    )
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(psearch_jax.__version__, prog_name="psearch")
+@_traceback_option
+def cli() -> None:
+    """Train language models to search while they reason, and to search several things at once.
+
+    Most commands take recipe FILEs (YAML) and KEY=VALUE overrides in any order:
+
+    \b
+        psearch train configs/embedded/em_reward.yaml trainer.steps=3
+    """
+
+
+@cli.command()
+@_recipe
+def config(sources: tuple[str, ...]) -> None:
+    """Print the resolved configuration and where each value came from."""
+    from psearch_jax.config_files import to_yaml
+
+    click.echo(to_yaml(*_resolve(sources)), nl=False)
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@_traceback_option
+def world(directory: Path) -> None:
+    """Write the embedded world's corpus and questions into DIRECTORY."""
+    from psearch_jax.questions.world import write_world
+
+    write_world(directory)
+    click.echo(f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} to {directory}")
+
+
+@cli.command()
+@_recipe
+def index(sources: tuple[str, ...]) -> None:
+    """Build the search index, or check the one that is there."""
+    from psearch_jax.assembly import open_backend
+
+    resolved, _ = _resolve(sources)
+    fingerprint = open_backend(resolved.retrieval).fingerprint
+    click.echo(f"index {fingerprint} is ready in {resolved.retrieval.directory}")
+
+
+@cli.command()
+@_recipe
+def sft(sources: tuple[str, ...]) -> None:
+    """Train a policy on scripted episodes (the warm start)."""
+    from psearch_jax.learning import supervised
+
+    supervised.train(_resolve_and_record(sources))
+
+
+@cli.command()
+@_recipe
+def train(sources: tuple[str, ...]) -> None:
+    """Train a policy by reinforcement; the same command resumes it."""
+    from psearch_jax import trainer
+
+    trainer.train(_resolve_and_record(sources))
+
+
+@cli.command("eval")
+@_recipe
+def evaluate(sources: tuple[str, ...]) -> None:
+    """Score a policy on a whole split, with error bars."""
+    from psearch_jax.evaluation import evaluate as room
+
+    room.run(_resolve(sources)[0])
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@_traceback_option
+def report(directory: Path) -> None:
+    """Write report.html and its figures for the run in DIRECTORY."""
+    from psearch_jax.evaluation.report import write_report
+
+    click.echo(f"wrote {write_report(directory)}")
+
+
+@cli.command()
+@click.argument("question")
+@_recipe
+@click.option("--json", "as_json", is_flag=True, help="Print the episode as one JSON object.")
+def ask(question: str, sources: tuple[str, ...], as_json: bool) -> None:
+    """Play one episode for QUESTION in the terminal."""
+    from psearch_jax import ask as room
+
+    room.run(_resolve(sources)[0], question, json=as_json)
+
+
+@cli.command()
+@_recipe
+def demo(sources: tuple[str, ...]) -> None:
+    """Learn to search in parallel within twenty minutes, and report."""
+    from psearch_jax import demo as room
+
+    room.run(_resolve(sources)[0])
