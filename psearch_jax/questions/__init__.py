@@ -1,0 +1,1 @@
+"""What is asked: questions, readers and the embedded world."""
