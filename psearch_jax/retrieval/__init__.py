@@ -1,0 +1,1 @@
+"""What is searched: passages, embedding, indexes and searching."""

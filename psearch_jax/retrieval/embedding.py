@@ -1,0 +1,301 @@
+"""Texts to unit vectors, in batches of a few fixed shapes.
+
+Passages go through `plan` and `run`: sorted by length, packed into batches of about `batch_tokens`
+tokens whose padded lengths are the few (at most `MAX_LENGTHS`) that waste least on this corpus.
+Queries go through `embed_queries`: a handful of small shapes, so that a search during a rollout
+never compiles after its shape was seen once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+from tokenizers import Tokenizer
+
+from psearch_jax.errors import UserError
+from psearch_jax.models import text_encoder
+
+#: Called with (texts done, texts in all).
+Progress = Callable[[int, int], None]
+
+COMPILE_TOKENS = 4000  # compiling one more shape takes about as long as computing this many tokens
+MAX_LENGTHS = 12  # different padded lengths in one plan
+ROW_STEP = 16  # rows of the last, smaller batch are rounded up to a multiple of this
+QUERY_LENGTHS = (8, 12, 16, 24, 32, 64, 128, 256)
+QUERY_ROWS = (4, 16, 64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one device call: positions in the list of texts, and the padded shape."""
+
+    texts: tuple[int, ...]
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class EmbeddingPlan:
+    """Token ids of every text and the batches that cover each text once, longest first."""
+
+    token_ids: list[list[int]]
+    batches: list[Batch]
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """The (rows, length) shapes that will be compiled."""
+        return {(batch.rows, batch.length) for batch in self.batches}
+
+    @property
+    def padding(self) -> float:
+        """The share of computed tokens that are padding, whole padding rows included."""
+        computed = sum(batch.rows * batch.length for batch in self.batches)
+        return 1.0 - sum(map(len, self.token_ids)) / computed if computed else 0.0
+
+
+def choose_lengths(
+    lengths: Sequence[int], limit: int = MAX_LENGTHS, compile_tokens: int = COMPILE_TOKENS
+) -> list[int]:
+    """The padded lengths for these texts, ascending, at most `limit`.
+
+    They minimise the padded tokens plus `compile_tokens` for every length, by a dynamic programme: the cheapest
+    way to cover all texts up to length j with n lengths ends with some i < j, and everything longer than i is
+    padded to j.
+    """
+    if not len(lengths):
+        return []
+    top = max(lengths)
+    covered = np.cumsum(np.bincount(lengths, minlength=top + 1))
+    cost = np.full((limit + 1, top + 1), np.inf)
+    came_from = np.zeros((limit + 1, top + 1), int)
+    cost[0, 0] = 0.0
+    for used in range(1, limit + 1):
+        for j in range(1, top + 1):
+            padded = (covered[j] - covered[:j]) * j
+            candidates = cost[used - 1, :j] + padded + compile_tokens
+            came_from[used, j] = int(np.argmin(candidates))
+            cost[used, j] = candidates[came_from[used, j]]
+    chosen, j, used = [], top, int(np.argmin(cost[:, top]))
+    while j > 0:
+        chosen.append(j)
+        j, used = int(came_from[used, j]), used - 1
+    return chosen[::-1]
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[Batch]:
+    """Cover texts of these token counts, longest first, by batches of at most about `batch_tokens` tokens.
+
+    A batch that the texts of its own length do not fill takes the next shorter ones, so only the very last
+    batch has empty rows. Equal lengths keep their order: the plan depends on nothing but its arguments.
+    """
+    order = np.argsort(-np.asarray(lengths, int), kind="stable")
+    padded_lengths = choose_lengths(lengths)
+    batches, start = [], 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        length = next(padded for padded in padded_lengths if padded >= longest)
+        rows = max(1, batch_tokens // length)
+        if rows > ROW_STEP:
+            rows -= rows % ROW_STEP
+        taken = order[start : start + rows]
+        if len(taken) < rows:
+            rows = min(rows, -(-len(taken) // ROW_STEP) * ROW_STEP)
+        batches.append(Batch(tuple(int(i) for i in taken), rows, length))
+        start += len(taken)
+    return batches
+
+
+def query_batches(lengths: Sequence[int]) -> list[Batch]:
+    """Cover queries by the fixed shapes `QUERY_ROWS` × `QUERY_LENGTHS`.
+
+    The padded length of a query depends on that query alone, so its vector hardly depends on its neighbours.
+    A row bucket is taken when at least three quarters of it are used, or when it is the smallest.
+    """
+    by_length: dict[int, list[int]] = {}
+    for i, count in enumerate(lengths):
+        fitting = (length for length in QUERY_LENGTHS if length >= count)
+        beyond = -(-count // QUERY_LENGTHS[-1]) * QUERY_LENGTHS[-1]
+        by_length.setdefault(next(fitting, beyond), []).append(i)
+    batches = []
+    for length, members in sorted(by_length.items()):
+        while members:
+            rows = max(
+                (rows for rows in QUERY_ROWS if 4 * len(members) >= 3 * rows), default=QUERY_ROWS[0]
+            )
+            batches.append(Batch(tuple(members[:rows]), rows, length))
+            members = members[rows:]
+    return batches
+
+
+class Embedder:
+    """An encoder with its tokenizer.
+
+    Attributes:
+      name: what the user called the encoder; told in manifests.
+      fingerprint: a hash of its weights, configuration and tokenizer; a changed one makes a new index.
+      dims: E, the size of a vector.
+      batch_tokens: tokens of one batch of passages, about.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        fingerprint: str,
+        dims: int,
+        encode: Callable[[np.ndarray, np.ndarray], jax.Array],
+        tokenize: Callable[[Sequence[str]], list[list[int]]],
+        batch_tokens: int = 8192,
+    ) -> None:
+        """`encode` maps int32 tokens_BxL and mask_BxL to float32 vectors_BxE and is compiled by its owner;
+        `tokenize` maps texts to token ids, never none for a text, cut to the length the encoder was made for."""
+        self.name = name
+        self.fingerprint = fingerprint
+        self.dims = dims
+        self.batch_tokens = batch_tokens
+        self.shapes_seen: set[tuple[int, int]] = set()
+        self._encode = encode
+        self._tokenize = tokenize
+
+    def plan(self, texts: Sequence[str]) -> EmbeddingPlan:
+        """Tokenise all texts at once and lay out their batches."""
+        token_ids = self._tokenize(texts)
+        return EmbeddingPlan(
+            token_ids, plan_batches([len(ids) for ids in token_ids], self.batch_tokens)
+        )
+
+    def run(
+        self, plan: EmbeddingPlan, first: int = 0
+    ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """Yield (text positions, float32 unit vectors) of every batch from batch `first` on.
+
+        A batch is read back after the next one was sent off, so the device does not wait for the host.
+        """
+        sent: deque[tuple[Batch, jax.Array]] = deque()
+        for batch in plan.batches[first:]:
+            sent.append((batch, self._send(batch, plan.token_ids)))
+            if len(sent) > 1:
+                done, vectors = sent.popleft()
+                yield done.texts, _unit_rows(np.asarray(vectors)[: len(done.texts)])
+        while sent:
+            done, vectors = sent.popleft()
+            yield done.texts, _unit_rows(np.asarray(vectors)[: len(done.texts)])
+
+    def embed(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float32[np.ndarray, "N E"]:
+        """Unit vectors of the texts, in their order; equal texts are computed once and get equal vectors."""
+        distinct, inverse_N = distinct_texts(texts)
+        plan = self.plan(distinct)
+        vectors = np.empty((len(distinct), self.dims), np.float32)
+        done = 0
+        for positions, batch_vectors in self.run(plan):
+            vectors[list(positions)] = batch_vectors
+            done += len(positions)
+            if progress is not None:
+                progress(done, len(distinct))
+        return vectors[inverse_N]
+
+    def embed_queries(self, queries: Sequence[str]) -> Float32[np.ndarray, "Q E"]:
+        """Unit vectors of short texts, by the fixed query shapes."""
+        token_ids = self._tokenize(queries)
+        vectors = np.empty((len(queries), self.dims), np.float32)
+        batches = query_batches([len(ids) for ids in token_ids])
+        sent = [(batch, self._send(batch, token_ids)) for batch in batches]
+        for batch, result in sent:
+            vectors[list(batch.texts)] = _unit_rows(np.asarray(result)[: len(batch.texts)])
+        return vectors
+
+    def warm_up(
+        self, rows: Sequence[int] = QUERY_ROWS, lengths: Sequence[int] = QUERY_LENGTHS[:3]
+    ) -> None:
+        """Compile the query shapes ahead, so that none compiles during a rollout."""
+        for length in lengths:
+            for count in rows:
+                self._send(Batch((), count, length), []).block_until_ready()
+
+    def _send(self, batch: Batch, token_ids: Sequence[Sequence[int]]) -> jax.Array:
+        tokens_BxL = np.zeros((batch.rows, batch.length), np.int32)
+        mask_BxL = np.zeros((batch.rows, batch.length), np.int32)
+        for row, position in enumerate(batch.texts):
+            ids = token_ids[position]
+            tokens_BxL[row, : len(ids)] = ids
+            mask_BxL[row, : len(ids)] = 1
+        mask_BxL[len(batch.texts) :, 0] = 1  # an empty row attends to one token: no 0/0
+        self.shapes_seen.add((batch.rows, batch.length))
+        return self._encode(tokens_BxL, mask_BxL)
+
+
+def distinct_texts(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Each different text once, in order of first sight; for every text its position there (int64 [N])."""
+    position: dict[str, int] = {}
+    inverse = np.fromiter(
+        (position.setdefault(text, len(position)) for text in texts), np.int64, len(texts)
+    )
+    return list(position), inverse
+
+
+def _unit_rows(vectors_BxE: np.ndarray) -> np.ndarray:
+    """Rows of length one; NaN, infinite and zero rows are a fault of the encoder, not of the user."""
+    vectors_BxE = np.asarray(vectors_BxE, np.float32)
+    norms_Bx1 = np.linalg.norm(vectors_BxE, axis=1, keepdims=True)
+    if not (np.isfinite(norms_Bx1).all() and (norms_Bx1 > 0).all()):
+        raise FloatingPointError("the text encoder returned a vector that is zero or not finite")
+    return vectors_BxE / norms_Bx1
+
+
+def load_embedder(path_or_name: str, batch_tokens: int = 8192) -> Embedder:
+    """The embedder of a sentence-transformers directory, or of an encoder that a package carries.
+
+    Texts are cut to the number of word pieces that the encoder was trained for (256 for MiniLM).
+
+    Raises:
+      UserError: there is no such encoder, it is of another kind, or its tokenizer cannot be read.
+    """
+    directory = text_encoder.encoder_directory(path_or_name)
+    tokenizer = _read_tokenizer(directory / "tokenizer.json")
+    config, graphdef, params, _ = text_encoder.load_text_encoder(path_or_name)
+    tokenizer.enable_truncation(config.max_tokens)
+    tokenizer.no_padding()
+
+    def tokenize(texts: Sequence[str]) -> list[list[int]]:
+        readable = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(readable)]
+
+    compiled = jax.jit(functools.partial(text_encoder.encode, graphdef))
+    return Embedder(
+        name=path_or_name,
+        fingerprint=_encoder_fingerprint(directory),
+        dims=config.hidden_size,
+        encode=functools.partial(compiled, params),
+        tokenize=tokenize,
+        batch_tokens=batch_tokens,
+    )
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """The Rust tokenizer by itself: batches run in parallel, and transformers takes seconds to import."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise UserError(
+            f"The tokenizer {path} cannot be read ({error}); give an encoder directory that has one."
+        ) from error
+
+
+def _encoder_fingerprint(directory: Path) -> str:
+    """SHA-256 (hex) over every file that decides what vector a text gets."""
+    digest = hashlib.sha256()
+    for path in sorted([*directory.rglob("*.json"), *directory.rglob("*.safetensors")]):
+        with path.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest.update(f"{path.relative_to(directory).as_posix()} {content}\n".encode())
+    return digest.hexdigest()

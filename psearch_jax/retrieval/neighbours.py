@@ -1,0 +1,197 @@
+"""Nearest neighbours by inner product: ScaNN, and the exact search that it is measured against.
+
+Both give candidates only. `index.Index` scores them again with the stored vectors, so that scores do not depend
+on the batch and ties can be broken by passage order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from psearch_jax.errors import UserError
+
+BRUTE_FORCE_BELOW = 20_000
+TREE_ABOVE = 100_000
+EXACT_BLOCK = 16_384  # passages scored at a time by exact search
+QUERY_BLOCK = 512  # queries scored at a time by exact search
+
+
+@runtime_checkable
+class Neighbours(Protocol):
+    """Something that proposes nearest rows."""
+
+    def candidates(
+        self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
+    ) -> Int64[np.ndarray, "Q k"]:
+        """Row numbers of about the k nearest rows, any order; -1 where there is none."""
+        ...
+
+
+def scann_parameters(count: int, dims: int) -> dict[str, Any]:
+    """How ScaNN searches `count` vectors of `dims` dimensions, by the rules of its documentation.
+
+    Brute force below 20,000; to 100,000 asymmetric hashing of two dimensions a block, the best 100 scored again
+    in float32; above that the same within a tree of about √count leaves, a tenth of them searched (at least 16).
+    """
+    if count < BRUTE_FORCE_BELOW:
+        return {"scoring": "brute_force"}
+    parameters: dict[str, Any] = {
+        "scoring": "hashing",
+        "dimensions_per_block": 2 if dims % 2 == 0 else 1,
+        "anisotropic_threshold": 0.2,
+        "reorder": 100,
+        "training_sample": min(count, TREE_ABOVE),
+    }
+    if count > TREE_ABOVE:
+        leaves = round(count**0.5)
+        parameters |= {"leaves": leaves, "leaves_to_search": max(16, leaves // 10)}
+    return parameters
+
+
+class ScannNeighbours:
+    """ScaNN over unit vectors, on the host. Missing neighbours come from ScaNN as row 0 with a NaN score."""
+
+    def __init__(self, searcher: Any, parameters: dict[str, Any]) -> None:
+        self._searcher = searcher
+        self._reorder = parameters.get("reorder")
+
+    @classmethod
+    def build(
+        cls, vectors_NxE: Float32[np.ndarray, "N E"], parameters: dict[str, Any]
+    ) -> ScannNeighbours:
+        """Train and hash. ScaNN keeps the float32 matrix and a copy while it builds."""
+        builder = _scann().scann_ops_pybind.builder(
+            np.ascontiguousarray(vectors_NxE), 10, "dot_product"
+        )
+        if parameters["scoring"] == "brute_force":
+            builder = builder.score_brute_force()
+        else:
+            sample = parameters["training_sample"]
+            if "leaves" in parameters:
+                builder = builder.tree(
+                    num_leaves=parameters["leaves"],
+                    num_leaves_to_search=parameters["leaves_to_search"],
+                    training_sample_size=sample,
+                )
+            builder = builder.score_ah(
+                parameters["dimensions_per_block"],
+                anisotropic_quantization_threshold=parameters["anisotropic_threshold"],
+                training_sample_size=sample,
+            ).reorder(parameters["reorder"])
+        with _native_stderr_kept_back():
+            return cls(builder.build(), parameters)
+
+    @classmethod
+    def load(cls, directory: Path, parameters: dict[str, Any]) -> ScannNeighbours:
+        """Read what `save` wrote. The caller has checked the files: ScaNN does not survive damaged ones."""
+        with _native_stderr_kept_back():
+            return cls(_scann().scann_ops_pybind.load_searcher(str(directory)), parameters)
+
+    def save(self, directory: Path) -> None:
+        """Write ScaNN's files; their paths are relative, so the directory can be moved."""
+        directory.mkdir(parents=True)
+        with _native_stderr_kept_back():
+            self._searcher.serialize(str(directory), relative_path=True)
+
+    def candidates(
+        self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
+    ) -> Int64[np.ndarray, "Q k"]:
+        """See `Neighbours`."""
+        queries_QxE = np.ascontiguousarray(queries_QxE, np.float32)
+        ids, scores = self._searcher.search_batched_parallel(
+            queries_QxE,
+            final_num_neighbors=k,
+            pre_reorder_num_neighbors=None if self._reorder is None else max(k, self._reorder),
+        )
+        return np.where(np.isfinite(scores), np.asarray(ids, np.int64), -1)
+
+
+class ExactNeighbours:
+    """Every inner product, block by block: memory beside the vectors stays near 100 MB."""
+
+    def __init__(self, vectors_NxE: Float32[np.ndarray, "N E"]) -> None:
+        self._vectors_NxE = vectors_NxE
+
+    def candidates(
+        self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
+    ) -> Int64[np.ndarray, "Q k"]:
+        """See `Neighbours`."""
+        found = np.full((len(queries_QxE), k), -1, np.int64)
+        for start in range(0, len(queries_QxE), QUERY_BLOCK):
+            part = slice(start, start + QUERY_BLOCK)
+            found[part] = self._best(queries_QxE[part], k)
+        return found
+
+    def _best(self, queries_QxE: np.ndarray, k: int) -> np.ndarray:
+        scores = np.full((len(queries_QxE), k), -np.inf, np.float32)
+        ids = np.full((len(queries_QxE), k), -1, np.int64)
+        for start in range(0, len(self._vectors_NxE), EXACT_BLOCK):
+            scores_QxP = queries_QxE @ self._vectors_NxE[start : start + EXACT_BLOCK].T
+            kept = min(k, scores_QxP.shape[1])
+            best = np.argpartition(scores_QxP, -kept, axis=1)[:, -kept:]
+            ids = np.concatenate([ids, best + start], axis=1)
+            scores = np.concatenate([scores, np.take_along_axis(scores_QxP, best, axis=1)], axis=1)
+            best = np.argpartition(scores, -k, axis=1)[:, -k:]
+            ids = np.take_along_axis(ids, best, axis=1)
+            scores = np.take_along_axis(scores, best, axis=1)
+        return ids
+
+
+def scann_version() -> str:
+    """The installed ScaNN's version, without importing it."""
+    try:
+        return version("scann")
+    except PackageNotFoundError:
+        raise _no_scann() from None
+
+
+def _no_scann() -> UserError:
+    return UserError(
+        "ScaNN is not installed; run `pip install scann` (Linux x86-64), "
+        "or set retrieval.kind to exact."
+    )
+
+
+def _scann() -> ModuleType:
+    """Import ScaNN without TensorFlow, which it would load, slowly and loudly, where it is installed."""
+    hidden = "tensorflow" not in sys.modules
+    if hidden:
+        sys.modules["tensorflow"] = None  # type: ignore[assignment]  # makes the import fail
+    try:
+        import scann
+        from scann.scann_ops.py import scann_ops_pybind  # noqa: F401
+    except ImportError as error:
+        raise _no_scann() from error
+    finally:
+        if hidden:
+            del sys.modules["tensorflow"]
+    return scann
+
+
+@contextmanager
+def _native_stderr_kept_back() -> Iterator[None]:
+    """Keep ScaNN's C++ log off the terminal; pass it on if the call fails, when it is worth reading."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as log:
+        kept = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        except Exception as error:
+            log.seek(0)
+            error.add_note(log.read().decode(errors="replace")[-2000:])
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

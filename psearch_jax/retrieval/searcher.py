@@ -1,0 +1,193 @@
+"""Searching for many queries at once.
+
+`open_searcher` is the way in. All backends look alike (`SearchBackend`): a rollout does not know
+what it searches.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from psearch_jax.config import RetrievalConfig
+from psearch_jax.errors import UserError
+from psearch_jax.retrieval.corpus import corpus_fingerprint
+from psearch_jax.retrieval.embedding import Embedder, Progress, load_embedder
+from psearch_jax.retrieval.index import Index, open_or_build
+from psearch_jax.retrieval.passages import Hit, Passage
+
+
+@dataclass
+class SearchStats:
+    """Counts since the start. `queries` were asked, `empty` of them were blank; of the `distinct` ones of each
+    call, `cached` came from the cache and the others were searched. `seconds` is wall time inside `search`."""
+
+    calls: int = 0
+    queries: int = 0
+    empty: int = 0
+    distinct: int = 0
+    cached: int = 0
+    seconds: float = 0.0
+
+
+@runtime_checkable
+class SearchBackend(Protocol):
+    """What a rollout needs of a search."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what is searched: equal fingerprints give equal results."""
+        ...
+
+    @property
+    def stats(self) -> SearchStats:
+        """Counts so far."""
+        ...
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """At most k hits for every query, in the order of the queries, best first. Fewer where there are
+        fewer; none for a blank query."""
+        ...
+
+
+class NoSearcher:
+    """The index switched off: every query finds nothing. Shows what a policy answers from memory."""
+
+    fingerprint = "none"
+
+    def __init__(self) -> None:
+        self.stats = SearchStats()
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """No hits, for every query."""
+        _require_k(k)
+        self.stats.calls += 1
+        self.stats.queries += len(queries)
+        return [[] for _ in queries]
+
+
+class Searcher:
+    """An index, its passages and its encoder in this process. Safe to call from several threads."""
+
+    def __init__(
+        self, index: Index, embedder: Embedder, passages: Sequence[Passage], cache_size: int = 65536
+    ) -> None:
+        """`cache_size` results are kept, the least recently used go first; 0 keeps none.
+
+        Raises:
+          UserError: the index was built over other passages or by another encoder.
+        """
+        manifest = index.manifest
+        if (len(passages), corpus_fingerprint(passages)) != (manifest.count, manifest.corpus):
+            raise UserError(
+                f"The index {index.fingerprint} was built over {manifest.count} passages that are not these "
+                f"{len(passages)}; build one for this corpus."
+            )
+        if embedder.fingerprint != manifest.encoder_hash:
+            raise UserError(
+                f"The index {index.fingerprint} was built with the encoder {manifest.encoder} and "
+                f"the queries would be encoded by another, {embedder.name}; set retrieval.encoder "
+                "to the first or build another index."
+            )
+        if cache_size < 0:
+            raise UserError(f"retrieval.cache_size is {cache_size}; use 0 (no cache) or more.")
+        self.index = index
+        self.stats = SearchStats()
+        self._embedder = embedder
+        self._passages = passages
+        self._cache_size = cache_size
+        self._cache: OrderedDict[tuple[str, int], tuple[Hit, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        """The index's fingerprint."""
+        return self.index.fingerprint
+
+    def warm_up(self) -> None:
+        """Compile the encoder for the usual query shapes."""
+        self._embedder.warm_up()
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """See `SearchBackend`. Queries that differ in blanks only are one. Each distinct one that
+        is not in the cache is embedded and searched, in one batch with the others."""
+        _require_k(k)
+        with self._lock:
+            start = time.perf_counter()
+            normal = [" ".join(query.split()) for query in queries]
+            results: dict[str, tuple[Hit, ...]] = {"": ()}
+            missing: dict[str, None] = {}
+            for query in dict.fromkeys(normal):
+                if not query:
+                    continue
+                self.stats.distinct += 1
+                cached = self._cache.get((query, k))
+                if cached is None:
+                    missing[query] = None
+                else:
+                    self.stats.cached += 1
+                    self._cache.move_to_end((query, k))
+                    results[query] = cached
+            if missing:
+                found = self._look_up(list(missing), k)
+                results |= found
+                for query, hits in found.items():
+                    self._cache[(query, k)] = hits
+                while len(self._cache) > self._cache_size:
+                    self._cache.popitem(last=False)
+            self.stats.calls += 1
+            self.stats.queries += len(queries)
+            self.stats.empty += normal.count("")
+            self.stats.seconds += time.perf_counter() - start
+            return [list(results[query]) for query in normal]
+
+    def _look_up(self, queries: list[str], k: int) -> dict[str, tuple[Hit, ...]]:
+        vectors_QxE = self._embedder.embed_queries(queries)
+        ids_QxK, scores_QxK = self.index.search_vectors(vectors_QxE, k)
+        return {
+            query: tuple(
+                Hit(self._passages[i], float(score))
+                for i, score in zip(ids_K, scores_K, strict=True)
+                if i >= 0
+            )
+            for query, ids_K, scores_K in zip(queries, ids_QxK, scores_QxK, strict=True)
+        }
+
+
+def open_searcher(
+    config: RetrievalConfig, passages: Sequence[Passage], progress: Progress | None = None
+) -> SearchBackend:
+    """The search that a configuration asks for. Its index is loaded, or built the first time (`progress` is
+    called with texts embedded and in all)."""
+    if config.kind == "none":
+        return NoSearcher()
+    embedder = load_embedder(config.encoder, config.embed_batch_tokens)
+    index = open_or_build(passages, embedder, config, progress)
+    return Searcher(index, embedder, passages, config.cache_size)
+
+
+def recall_at_k(
+    searcher: SearchBackend, queries: Sequence[str], needed_ids: Sequence[Collection[str]], k: int
+) -> float:
+    """The share of queries that have ALL their needed passages among their first k hits.
+
+    Raises:
+      ValueError: no queries, as many lists of ids as queries are not given, or a query needs nothing.
+    """
+    if not queries or len(queries) != len(needed_ids) or not all(needed_ids):
+        raise ValueError("every query needs at least one passage id, and there must be a query")
+    found = searcher.search(queries, k)
+    complete = sum(
+        set(needed) <= {hit.passage.id for hit in hits}
+        for hits, needed in zip(found, needed_ids, strict=True)
+    )
+    return complete / len(queries)
+
+
+def _require_k(k: int) -> None:
+    if k < 1:
+        raise UserError(f"{k} passages a query were asked for; set protocol.top_k to at least 1.")
