@@ -1,0 +1,255 @@
+"""The rollout engine: slots with a resident KV cache, decoded in blocks.
+
+This file holds what is fixed for an engine; `programs.py` runs on the device, `loop.py` plays the episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from psearch_jax.config import ProtocolConfig, RolloutConfig, SamplingConfig
+from psearch_jax.errors import UserError
+from psearch_jax.models.decoder import DecoderConfig
+from psearch_jax.models.kv_cache import init_cache
+from psearch_jax.questions.question import Question
+from psearch_jax.rollout import programs
+from psearch_jax.rollout.environment import Backend, SearchEnvironment
+from psearch_jax.rollout.episode import Episode, Request
+from psearch_jax.rollout.loop import Player
+from psearch_jax.rollout.programs import Block, SlotInputs, SlotState
+from psearch_jax.rollout.protocol import control_tags, prompt_text, stop_tags
+from psearch_jax.rollout.seats import Event
+
+
+class Engine:
+    """Plays episodes in a fixed number of slots. One engine serves every rollout of a run.
+
+    Args:
+      graphdef, config: of the decoder; parameters are given to each rollout.
+      tokenizer: a Hugging Face tokenizer (`encode`, `decode`, `eos_token_id`, `all_special_tokens`).
+      protocol: how episodes are written; a rollout may be given another.
+      backend: what answers searches.
+      rollout: slots, context and shapes.
+      retries: repetitions of a failed search.
+      end_ids: tokens that end an episode; the tokenizer's end token unless given.
+      sharding: where the engine computes; parameters are brought there. The first local device unless given.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        config: DecoderConfig,
+        tokenizer: Any,
+        protocol: ProtocolConfig,
+        backend: Backend,
+        rollout: RolloutConfig,
+        *,
+        retries: int = 2,
+        end_ids: Sequence[int] | None = None,
+        sharding: Sharding | None = None,
+    ):
+        self.graphdef, self.config, self.tokenizer = graphdef, config, tokenizer
+        self.protocol, self.rollout_config = protocol, rollout
+        self.environment = SearchEnvironment(backend=backend, retries=retries)
+        if end_ids is None:
+            end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.end_ids = tuple(end_ids)
+        self.stats: dict[str, Any] = {}  # of the last rollout
+        self.windows = _buckets(rollout.window_buckets, rollout.context)
+        # Appends are few beside decoding steps: they use every other window, which halves their programs.
+        self.append_windows = self.windows[::-1][::2][::-1]
+        self.chunks = _buckets(rollout.append_buckets, rollout.context, close=False)
+        self.append_rows = rollout.append_rows or max(1, rollout.slots // 8)
+        dtype = jnp.dtype(rollout.dtype)
+
+        def start() -> SlotState:
+            hidden_BxD = jnp.zeros((rollout.slots, config.hidden_size), dtype)
+            cache = init_cache(config, rollout.slots, rollout.context, dtype)
+            return SlotState(cache, hidden_BxD, jnp.zeros_like(hidden_BxD))
+
+        # Everything has one stated place: parameters that come from a checkpoint, from an update on a mesh or
+        # from a test would otherwise each get programs of their own (law 6).
+        self.sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+        jit = partial(jax.jit, out_shardings=self.sharding)
+        self.start = jit(start)
+        self.decode: Callable[..., tuple[SlotState, Block]] = jit(
+            partial(programs.decode, graphdef, steps=rollout.decode_block, dtype=dtype),
+            static_argnames="window",
+            donate_argnums=1,
+        )
+        self.append: Callable[..., SlotState] = jit(
+            partial(programs.append, graphdef, dtype=dtype),
+            static_argnames="window",
+            donate_argnums=1,
+        )
+        self.seat: Callable[..., SlotState] = jit(programs.seat, donate_argnums=0)
+        self.clear: Callable[..., SlotState] = jit(programs.clear, donate_argnums=0)
+        self._programs = (self.start, self.decode, self.append, self.seat, self.clear)
+        self._token_texts: list[str] = []
+        self._pauses: dict[tuple[Any, ...], Array] = {}
+        self.encode = lru_cache(maxsize=65536)(self._encode)
+        tags = control_tags(protocol)
+        self.reserved = tuple(
+            token
+            for token in tokenizer.all_special_tokens
+            if token.startswith("<") and token.endswith(">") and token not in tags
+        )
+
+    @property
+    def compile_count(self) -> int:
+        """Programs compiled so far; does not change after `warm_up` (law 6)."""
+        return sum(f._cache_size() for f in self._programs)
+
+    def rollout(
+        self,
+        params: nnx.State,
+        requests: Sequence[Request],
+        *,
+        key: Array,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        protocol: ProtocolConfig | None = None,
+        end_ids: Sequence[int] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> list[Episode]:
+        """Play one episode for every request and return them in that order.
+
+        An episode depends on its prompt, `fold_in(fold_in(key, group), member)`, its sampling settings and the
+        search results, and on nothing else. `protocol` and `end_ids` replace the engine's for this call.
+        `on_event` gets an `Event` for everything that is appended. Afterwards `stats` holds the figures.
+
+        Raises UserError for an empty prompt or one that does not fit the context.
+        """
+        _check(requests, self.rollout_config.context)
+        player = Player(
+            self,
+            jax.device_put(params, self.sharding),
+            requests,
+            key=jax.device_put(key, self.sharding),
+            sampling=sampling,
+            protocol=protocol or self.protocol,
+            end_ids=self.end_ids if end_ids is None else tuple(end_ids),
+            on_event=on_event,
+        )
+        episodes = player.play()
+        self.stats = player.stats()
+        return episodes
+
+    def requests(
+        self, questions: Sequence[Question], members: int = 1, *, first_group: int = 0
+    ) -> list[Request]:
+        """`members` requests for every question, side by side, so that they share a prefill."""
+        prompts = [self.encode(prompt_text(self.protocol, question.text)) for question in questions]
+        return [
+            Request(question=question, prompt_ids=ids, group=first_group + i, member=member)
+            for i, (question, ids) in enumerate(zip(questions, prompts, strict=True))
+            for member in range(members)
+        ]
+
+    def warm_up(self, params: nnx.State) -> None:
+        """Compile every program that a rollout can need, by running each once on empty slots."""
+        slots, rows = self.rollout_config.slots, self.append_rows
+        zeros_B, none_B = np.zeros(slots, np.int32), np.zeros(slots, bool)
+        nobody_N = np.full(rows, slots, np.int32)
+        params = jax.device_put(params, self.sharding)
+        key = jax.device_put(jax.random.key(0), self.sharding)
+        state = self.start()
+        smaller = 0
+        for chunk in self.chunks:
+            for window in self.append_windows:
+                if window > smaller:
+                    tokens_NxT = np.zeros((rows, chunk), np.int32)
+                    count_N = np.ones(rows, np.int32)
+                    state = self.append(
+                        params, state, nobody_N, tokens_NxT, count_N - 1, count_N, window=window
+                    )
+            smaller = chunk
+        state = self.clear(state, none_B)
+        state = self.seat(state, none_B, nobody_N, nobody_N, none_B)
+        inputs = SlotInputs(
+            active_B=none_B,
+            length_B=zeros_B,
+            room_B=zeros_B,
+            group_B=zeros_B.astype(np.uint32),
+            member_B=zeros_B.astype(np.uint32),
+            temperature_B=np.zeros(slots, np.float32),
+            top_k_B=zeros_B,
+            top_p_B=np.ones(slots, np.float32),
+            stop_at=np.int32(0),
+        )
+        pauses_V = self.pauses(self.protocol, self.end_ids)
+        for window in self.windows:
+            state, _ = self.decode(params, state, inputs, key, pauses_V, window=window)
+        jax.block_until_ready(state)
+
+    def pauses(self, protocol: ProtocolConfig, end_ids: Sequence[int]) -> Array:
+        """bool [V]: where a slot pauses: at end tokens, and at those that could complete a stop tag."""
+        tags = stop_tags(protocol)
+        wanted = (tags, tuple(end_ids))
+        if wanted not in self._pauses:
+            if not self._token_texts:
+                every = [[i] for i in range(min(self.config.vocab_size, len(self.tokenizer)))]
+                self._token_texts = self.tokenizer.batch_decode(every, skip_special_tokens=False)
+            table_V = np.zeros(self.config.vocab_size, bool)
+            for i, text in enumerate(self._token_texts):
+                table_V[i] = any(could_complete(text, tag) for tag in tags)
+            table_V[list(end_ids)] = True
+            self._pauses[wanted] = jax.device_put(table_V, self.sharding)
+        return self._pauses[wanted]
+
+    def decode_text(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, control tokens included."""
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def could_complete(token: str, tag: str) -> bool:
+    """Whether appending this token's text to some text could complete the tag.
+
+    It can when the token up to one of its characters is a suffix of the tag, or has the tag as its suffix. (So `>`
+    can complete `</search>`, `h>.` can, `</think>` cannot.) Tokens that hold a broken character say nothing about
+    their text; they count when the tag is not plain ASCII.
+    """
+    if "\ufffd" in token and not tag.isascii():
+        return True
+    return any(
+        tag.endswith(token[:end]) or token[:end].endswith(tag)
+        for end in range(1, len(token) + 1)
+        if token[end - 1] == tag[-1]
+    )
+
+
+def _check(requests: Sequence[Request], context: int) -> None:
+    for request in requests:
+        length = len(request.prompt_ids)
+        if not length:
+            raise UserError(
+                f"question {request.question.id!r} has an empty prompt; give the question some text."
+            )
+        if length >= context:
+            raise UserError(
+                f"question {request.question.id!r} has a prompt of {length} tokens, which leaves no room in a "
+                f"context of {context}; raise rollout.context or drop the question."
+            )
+
+
+def _buckets(sizes: Sequence[int], limit: int, *, close: bool = True) -> tuple[int, ...]:
+    """Ascending sizes up to the limit; `close` adds the limit itself, as does an otherwise empty list."""
+    if any(size < 1 for size in sizes):
+        raise UserError(
+            f"a bucket of the rollout is {min(sizes)}; every bucket must be at least 1."
+        )
+    fitting = {size for size in sizes if size < limit}
+    return tuple(sorted(fitting | ({limit} if close or not fitting else set())))

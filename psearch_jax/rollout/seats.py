@@ -1,0 +1,80 @@
+"""A live episode in its slot, and the events that a live view is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psearch_jax.config import ProtocolConfig, SamplingConfig
+from psearch_jax.rollout.episode import Episode, Request, Role, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that has just been appended or decided.
+
+    `kind`: "policy" (text of newly drawn tokens), "search" (text: the queries, one a line), "observation" or
+    "end" (text: the reason). `ids` are the tokens of "policy" and "observation" events.
+    """
+
+    request: Request
+    kind: str
+    text: str
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class Seat:
+    """A live episode. `state`: "decoding", "searching" or "appending" (its `pending` tokens).
+
+    `index` is the place of its request in the rollout, `slot` that of its rows in the cache.
+    """
+
+    request: Request
+    index: int
+    slot: int
+    sampling: SamplingConfig
+    episode: Episode = field(init=False)
+    state: str = "decoding"
+    pending: list[int] = field(default_factory=list)  # known tokens that are not in the cache yet
+    turn_start: int = 0
+    shown: int = 0  # characters of this turn's text that events have carried
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.episode = Episode(
+            question=request.question, group=request.group, member=request.member
+        )
+        self.extend(request.prompt_ids, Role.PROMPT)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the episode so far."""
+        return len(self.episode.ids)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the current turn."""
+        return self.length - self.turn_start
+
+    def room(self, protocol: ProtocolConfig, context: int) -> int:
+        """Tokens that this turn may still get."""
+        return min(protocol.turn_tokens - self.drawn, context - self.length)
+
+    def extend(
+        self, ids: Sequence[int], role: Role, logprobs: Sequence[float] | None = None
+    ) -> None:
+        """Append tokens with their role (law 1). What is not the policy's begins a new turn."""
+        episode = self.episode
+        episode.ids.extend(ids)
+        episode.roles.extend([int(role)] * len(ids))
+        episode.logprobs.extend([0.0] * len(ids) if logprobs is None else logprobs)
+        if role != Role.POLICY:
+            self.turn_start, self.shown = len(episode.ids), 0
+
+    def end_turn(self, kind: str, text: str, **found: Any) -> None:
+        """Record the turn that has just ended."""
+        self.episode.turns.append(
+            Turn(kind=kind, start=self.turn_start, stop=self.length, text=text, **found)
+        )

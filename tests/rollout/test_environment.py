@@ -1,0 +1,84 @@
+"""Law 14: a search that fails never costs an episode silently."""
+
+import pytest
+
+from psearch_jax.retrieval.passages import Hit, Passage
+from psearch_jax.rollout.environment import Found, SearchEnvironment
+
+
+def hit(text: str) -> Hit:
+    return Hit(Passage(text, "", text), 1.0)
+
+
+class Backend:
+    """Fails or misbehaves as told, one entry a call; then answers every query with itself, three times."""
+
+    def __init__(self, *behaviour):
+        self.behaviour = list(behaviour)
+        self.calls = []
+
+    def search(self, queries, k):
+        self.calls.append(list(queries))
+        if self.behaviour:
+            answer = self.behaviour.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return [[hit(query)] * 3 for query in queries]
+
+
+def test_law_05_every_distinct_query_is_sent_once():
+    backend = Backend()
+    environment = SearchEnvironment(backend=backend)
+    found = environment.search([["a", "b"], ["b"], ["a", "c"]], k=2)
+    assert backend.calls == [["a", "b", "c"]]
+    assert found[2] == Found(hits=((hit("a"),) * 2, (hit("c"),) * 2))
+    assert (environment.counts.queries, environment.counts.distinct) == (5, 3)
+
+
+BAD = [
+    ConnectionError("gone"),
+    None,
+    "ab",
+    [[]],  # too few
+    [[], [], []],  # too many
+    [[], None],
+    [[], ["text"]],
+    [[], [{"document": "x"}]],
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_law_14_a_failure_is_retried(bad):
+    backend = Backend(bad, bad)
+    environment = SearchEnvironment(backend=backend, retries=2)
+    (found,) = environment.search([["a", "b"]], k=1)
+    assert found == Found(hits=((hit("a"),), (hit("b"),)))
+    assert environment.counts.retried == 2
+    assert environment.counts.failed == 0
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_law_14_a_lasting_failure_is_counted_and_answered_with_nothing(bad):
+    backend = Backend(*[bad] * 3)
+    environment = SearchEnvironment(backend=backend, retries=2)
+    assert environment.search([["a", "b"], ["b"]], k=1) == [
+        Found(hits=((), ()), failed=2),
+        Found(hits=((),), failed=1),
+    ]
+    assert len(backend.calls) == 3
+    assert environment.counts.failed == 3
+    assert environment.search([["a"]], k=1)[0].failed == 0  # the next batch has its own chances
+
+
+def test_nothing_to_search_calls_nobody():
+    backend = Backend()
+    assert SearchEnvironment(backend=backend).search([], k=1) == []
+    assert backend.calls == []
+
+
+def test_an_interrupt_is_not_a_failed_search():
+    backend = Backend()
+    backend.search = lambda queries, k: (_ for _ in ()).throw(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        SearchEnvironment(backend=backend).search([["a"]], k=1)
