@@ -1,0 +1,1 @@
+"""How the policy changes: advantages, losses, batches, update, supervised stage."""
