@@ -1,0 +1,1 @@
+"""How policies are compared: metrics, baselines and the report."""

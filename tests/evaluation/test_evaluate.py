@@ -1,0 +1,190 @@
+"""Evaluation with a real engine and a policy of one page: nothing is lost, doubled or mixed up."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from rollout.toys import FOLLOWS, PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
+
+from psearch_jax.config import SamplingConfig
+from psearch_jax.errors import UserError
+from psearch_jax.evaluation.baselines import (
+    closed_book_prompts,
+    policy_prompts,
+    rag_prompts,
+    without_search,
+)
+from psearch_jax.evaluation.evaluate import evaluate, parameters_fingerprint
+from psearch_jax.evaluation.results import (
+    add_row,
+    counts_line,
+    read_summary,
+    row_summary,
+    rows_file,
+)
+from psearch_jax.metrics_log import read_lines
+from psearch_jax.questions.question import Question
+from psearch_jax.rollout.engine import Engine
+
+GREEDY, SAMPLED = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
+QUESTIONS = [
+    Question(
+        id=f"q{i}",
+        text="abc"[i % 3] * (1 + i % 2),
+        golden_answers=("a",),
+        kind=("single", "bridge")[i % 2],
+    )
+    for i in range(7)
+]
+
+
+@pytest.fixture(scope="module")
+def toy():
+    tokenizer = make_tokenizer("whole")
+    config, graphdef, params = make_policy(tokenizer, FOLLOWS["whole"])
+    backend = Corpus()
+    engine = Engine(graphdef, config, tokenizer, PROTOCOL, backend, ROLLOUT)
+    return SimpleNamespace(engine=engine, params=params, backend=backend)
+
+
+def play(toy, directory, **changes):
+    options = {
+        "sampling": GREEDY, "run_directory": directory, "name": "row", "policy": "p1",
+        "draws": 50, "chunk": 3, "questions": QUESTIONS,
+    } | changes  # fmt: skip
+    return evaluate(toy.engine, toy.params, **options)
+
+
+def test_law_12_every_question_is_scored_also_in_the_last_partial_batch(toy, tmp_path):
+    progress = []
+    summary = play(toy, tmp_path, on_progress=lambda done, total: progress.append((done, total)))
+    lines = read_lines(rows_file(tmp_path, "row"))
+    assert [line["id"] for line in lines] == [question.id for question in QUESTIONS]
+    assert summary["questions"] == summary["episodes"] == 7
+    assert progress == [(0, 7), (3, 7), (6, 7), (7, 7)]
+    assert summary["mode"] == "greedy"
+    assert summary["settings"]["sampling"]["temperature"] == 0.0
+    low, high = summary["intervals"]["em"]
+    assert counts_line("row", summary) == (
+        f"row (greedy): {summary['right']} of 7 episodes over 7 questions right, "
+        f"EM {summary['em']:.3f} [{low:.3f}, {high:.3f}], {summary['turns']:.2f} turns, "
+        f"{summary['searches']:.2f} searches"
+    )
+
+
+@pytest.mark.parametrize("kept", [0, 2, 5])
+def test_law_13_a_killed_evaluation_ends_with_the_same_lines(toy, tmp_path, kept):
+    """Sampled, two episodes a question, cut in the middle of a line."""
+    options = {"sampling": SAMPLED, "samples": 2, "seed": 5}
+    whole = play(toy, tmp_path / "whole", **options)
+    path = rows_file(tmp_path / "cut", "row")
+    play(toy, tmp_path / "cut", **options)
+    expected = path.read_text()
+    lines = expected.splitlines(keepends=True)
+    path.write_text("".join(lines[:kept]) + lines[kept][:40])
+    assert play(toy, tmp_path / "cut", **options) == whole
+    assert path.read_text() == expected
+    assert whole["questions"] == 7
+    assert whole["episodes"] == 14
+    first, second = (line["segments"] for line in read_lines(path)[:2])
+    assert first != second
+
+
+def test_a_finished_evaluation_plays_nothing(toy, tmp_path, monkeypatch):
+    first = play(toy, tmp_path)
+    monkeypatch.setattr(toy.engine, "rollout", lambda *a, **k: pytest.fail("played again"))
+    assert play(toy, tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"policy": "p2"}, "policy"),
+        ({"sampling": SAMPLED}, "mode, sampling"),
+        ({"questions": QUESTIONS[:5]}, "prompts, questions"),
+        ({"protocol": without_search(PROTOCOL)}, "protocol"),
+    ],
+)
+def test_lines_of_other_settings_are_not_mixed_in(toy, tmp_path, change, named):
+    play(toy, tmp_path)
+    with pytest.raises(UserError, match=rf"different: {named}\)"):
+        play(toy, tmp_path, **change)
+    replaced = play(toy, tmp_path, stale="replace", **change)
+    assert replaced["questions"] == len(read_lines(rows_file(tmp_path, "row")))
+
+
+def test_law_11_duplicate_and_missing_questions_are_named(toy, tmp_path):
+    with pytest.raises(UserError, match="'q1' occurs twice"):
+        play(toy, tmp_path, questions=[*QUESTIONS, QUESTIONS[1]])
+    with pytest.raises(UserError, match="no questions"):
+        play(toy, tmp_path, questions=[])
+
+
+def test_a_row_joins_greedy_and_sampled(toy, tmp_path):
+    greedy = play(toy, tmp_path)
+    sampled = play(toy, tmp_path, name="row.sampled", sampling=SAMPLED)
+    row = row_summary(greedy, sampled)
+    assert (row["em"], row["em_sampled"]) == (greedy["em"], sampled["em"])
+    assert row["intervals"]["em_sampled"] == sampled["intervals"]["em"]
+    assert "em_sampled" not in greedy["intervals"]
+    json.dumps(row, allow_nan=False)
+
+
+@pytest.mark.parametrize("order", [("greedy", "sampled"), ("sampled", "greedy")])
+def test_summary_json_joins_both_modes_in_any_order(tmp_path, order):
+    modes = {
+        mode: {
+            "mode": mode,
+            "em": em,
+            "turns": 2.0,
+            "questions": 4,
+            "intervals": {"em": [0.0, em], "turns": [2.0, 2.0]},
+        }
+        for mode, em in (("greedy", 0.5), ("sampled", 0.25))
+    }
+    for mode in order:
+        add_row(tmp_path, "gated", modes[mode])
+    assert read_summary(tmp_path)["rows"]["gated"] == row_summary(modes["greedy"], modes["sampled"])
+
+
+def test_fingerprints_tell_parameters_apart(toy):
+    other = make_policy(make_tokenizer("whole"), FOLLOWS["whole"], seed=1)[2]
+    again = make_policy(make_tokenizer("whole"), FOLLOWS["whole"])[2]
+    assert parameters_fingerprint(toy.params) == parameters_fingerprint(again)
+    assert parameters_fingerprint(toy.params) != parameters_fingerprint(other)
+
+
+def test_baseline_prompts(toy):
+    """Exact texts; the retrieved ones come from one search of all questions."""
+    two = [QUESTIONS[0], QUESTIONS[1]]
+    assert policy_prompts(PROTOCOL, two) == ["a\n", "bb\n"]
+    assert closed_book_prompts(PROTOCOL, two) == [
+        "a\n<think>recall</think>",
+        "bb\n<think>recall</think>",
+    ]
+    toy.backend.calls.clear()
+    assert rag_prompts(toy.engine, two) == [
+        "a\n<information>1:a a\na b\n</information>",
+        "bb\n<information>1:bb a\nbb b\n</information>",
+    ]
+    assert toy.backend.calls == [["a", "bb"]]
+
+
+def test_law_02_baselines_search_nothing_and_answer_for_themselves(toy, tmp_path):
+    """Passages in the prompt are PROMPT tokens: they make no search turn, no sub-query and no answer."""
+    toy.backend.calls.clear()
+    summary = play(
+        toy,
+        tmp_path,
+        protocol=without_search(PROTOCOL),
+        prompts=lambda questions: rag_prompts(toy.engine, questions),
+    )
+    assert (summary["searches"], summary["subqueries"], summary["turns"]) == (0.0, 0.0, 1.0)
+    assert summary["observation_tokens"] == 0.0
+    assert len(toy.backend.calls) == 1
+    roles = {
+        role for line in read_lines(rows_file(tmp_path, "row")) for role, _ in line["segments"]
+    }
+    assert roles == {"prompt", "policy"}

@@ -1,0 +1,192 @@
+"""The whole ring on a toy policy: order of the data, exact resume, Ctrl-C, bad batches."""
+
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout.toys import FOLLOWS, PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
+
+from psearch_jax import trainer as room
+from psearch_jax.config import (
+    AlgorithmConfig,
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+    RewardConfig,
+    TrainerConfig,
+)
+from psearch_jax.errors import Interrupted, UserError
+from psearch_jax.mesh import make_mesh
+from psearch_jax.questions.question import Question
+from psearch_jax.rollout.engine import Engine
+from psearch_jax.trainer import Trainer, question_order, recipe_hash
+
+QUESTIONS = [
+    Question(id=f"q{i}", text=text, golden_answers=("a", "b"), kind=kind)
+    for i, (text, kind) in enumerate(
+        [("a b", "parallelizable"), ("b c", "bridge"), ("c a", "single"), ("b b", "parallelizable")]
+    )
+]
+TOKENIZER = make_tokenizer("whole")
+MODEL, GRAPHDEF, PARAMS = make_policy(TOKENIZER, FOLLOWS["whole"])
+ENGINE = Engine(GRAPHDEF, MODEL, TOKENIZER, PROTOCOL, Corpus(), ROLLOUT)
+MESH = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+CONFIG = Config(
+    protocol=PROTOCOL,
+    rollout=ROLLOUT,
+    reward=RewardConfig(name="gated"),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    algorithm=AlgorithmConfig(row_length=96, micro_rows=2, minibatches=2, logprob_chunk=64),
+    trainer=TrainerConfig(
+        steps=4, questions_per_step=3, group_size=4, checkpoint_every=2, max_bad_batches=1
+    ),
+)
+
+
+def make_trainer(directory, **trainer) -> Trainer:
+    config = replace(
+        CONFIG, run_directory=str(directory), trainer=replace(CONFIG.trainer, **trainer)
+    )
+    return Trainer(config, ENGINE, PARAMS, QUESTIONS, mesh=MESH)
+
+
+def numbers(metrics) -> dict:
+    """What must not depend on the clock."""
+    return {k: v for k, v in metrics.items() if k not in ("seconds", "tokens_per_second")}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Metrics of every step of a whole run, and its final parameters."""
+    trainer, steps = make_trainer(tmp_path_factory.mktemp("unbroken")), []
+    trainer.run(lambda step, metrics: steps.append((step, numbers(metrics))))
+    return steps, jax.device_get(jax.tree.leaves(trainer.state.params))
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(1, 7))
+def test_each_question_comes_once_an_epoch(count, seed, a_step):
+    order = [i for step in range(20) for i in question_order(count, seed, step * a_step, a_step)]
+    assert len(order) == 20 * a_step
+    for start in range(0, len(order) - count + 1, count):
+        assert sorted(order[start : start + count]) == list(range(count))
+
+
+def test_the_order_follows_from_the_seed():
+    assert question_order(50, 1, 0, 50) != question_order(50, 2, 0, 50)
+    assert question_order(50, 1, 0, 50) != question_order(50, 1, 50, 50)
+
+
+def test_a_run_learns_and_tells(unbroken):
+    steps, params = unbroken
+    assert [step for step, _ in steps] == [1, 2, 3, 4]
+    first = steps[0][1]
+    assert first["reward"] == pytest.approx(sum(first["parts"].values()))
+    assert first["gap_max"] < 1e-3  # law 9: the first minibatch is scored by the policy that played
+    assert set(first["kinds"]) <= {"parallelizable", "bridge", "single"}
+    assert sum(kind["episodes"] for kind in first["kinds"].values()) == 12
+    assert 0.0 < first["entropy"] < np.log(len(TOKENIZER))
+    assert any(metrics["grad_norm"] > 0 for _, metrics in steps)
+    changed = [np.any(a != b) for a, b in zip(params, jax.tree.leaves(PARAMS), strict=True)]
+    assert any(changed)
+
+
+def test_law_13_a_killed_run_ends_with_the_same_numbers(unbroken, tmp_path):
+    class Killed(Exception):
+        pass
+
+    def kill(step, metrics):
+        if step == 3:
+            raise Killed  # after the checkpoint of step 2, and before step 3 is saved
+
+    with pytest.raises(Killed):
+        make_trainer(tmp_path).run(kill)
+    again, rest = make_trainer(tmp_path), []
+    assert again.resume()
+    assert again.done == 2
+    compiled = ENGINE.compile_count
+    again.run(lambda step, metrics: rest.append((step, numbers(metrics))))
+    steps, params = unbroken
+    assert rest == steps[2:]
+    assert ENGINE.compile_count == compiled  # law 6: restored arrays are like fresh ones
+    for a, b in zip(params, jax.device_get(jax.tree.leaves(again.state.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(unbroken, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def press(step, metrics):
+        seen.append((step, numbers(metrics)))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(Interrupted, match=r"after step 1 of 4 .* the same command goes on"):
+        trainer.run(press)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert trainer.checkpoints.steps() == [1]
+    again = make_trainer(tmp_path)
+    again.resume()
+    again.run(lambda step, metrics: seen.append((step, numbers(metrics))))
+    assert seen == unbroken[0]
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.save()
+    assert make_trainer(tmp_path, steps=9, keep=5).resume()  # longer is the same run
+    with pytest.raises(
+        UserError, match="holds a run of another recipe; choose another run_directory"
+    ):
+        make_trainer(tmp_path, seed=1).resume()
+    linear = replace(CONFIG, optimizer=OptimizerConfig(schedule="linear"))
+    longer = replace(linear, trainer=replace(CONFIG.trainer, steps=9))
+    assert recipe_hash(linear) != recipe_hash(longer)  # here the length decides the rates
+
+
+def test_bad_batches_are_counted_and_end_the_run_beyond_the_limit(tmp_path, monkeypatch):
+    def poison(rewards_GxM, *, normalize_std):
+        return np.full_like(rewards_GxM, np.nan, np.float32)
+
+    monkeypatch.setattr(room, "group_advantages", poison)
+    trainer = make_trainer(tmp_path, max_bad_batches=2)
+    assert trainer.step()["bad_batches"] == 2
+    with pytest.raises(UserError, match=r"not finite in 4 batches in a row at step 2"):
+        trainer.step()
+    for a, b in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(PARAMS), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_groups_without_spread_are_left_out_of_the_computation_only(tmp_path):
+    trainer = make_trainer(tmp_path)
+    requests = ENGINE.requests(QUESTIONS[:2], 2)
+    episodes = ENGINE.rollout(
+        PARAMS, requests, key=jax.random.key(0), sampling=trainer.config.sampling
+    )
+    groups = [episodes[:2], episodes[2:]]
+    batches, denominator = trainer._batches(groups, np.array([[0.0, 0.0], [0.5, -0.5]]))
+    tokens = Counter(role for episode in episodes for role in episode.roles)[1]
+    assert denominator == tokens / 2
+    here = sum((batch.segments_RxL > 0).sum() for batch in batches)
+    assert here == sum(len(episode.ids) for episode in groups[1])
+    trainer.config = replace(
+        trainer.config, algorithm=replace(CONFIG.algorithm, entropy_coefficient=0.1)
+    )
+    batches, _ = trainer._batches(groups, np.array([[0.0, 0.0], [0.5, -0.5]]))
+    assert sum((b.segments_RxL > 0).sum() for b in batches) == sum(len(e.ids) for e in episodes)
+
+
+def test_questions_are_chosen_by_kind():
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, kinds=("bridge",)))
+    assert [q.id for q in Trainer(config, ENGINE, PARAMS, QUESTIONS, mesh=MESH).questions] == ["q1"]
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, kinds=("mixed",)))
+    with pytest.raises(
+        UserError, match=r"trainer\.kinds=mixed leaves none of the 4 training questions"
+    ):
+        Trainer(config, ENGINE, PARAMS, QUESTIONS, mesh=MESH)
