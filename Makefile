@@ -1,6 +1,6 @@
 # Everything runs from .venv; the stamps in it make a second `make` do nothing.
 #   make demo                 learn parallel search on two cores, in at most 20 minutes
-#   make test PYTEST='-k mesh --slow'
+#   make test PYTEST='-m "not slow"'
 #   make venv PYTHON=/path/to/python3.12
 
 SHELL := /bin/bash
@@ -26,8 +26,8 @@ venv: $(VENV)/installed  ## a virtual environment with the tested versions
 demo: $(VENV)/installed  ## learn parallel search on two cores and write a report (20 minutes)
 	$(BIN)/psearch demo configs/embedded/demo.yaml
 
-test: $(VENV)/installed-test  ## all tests but the slow ones (PYTEST='--slow' adds them)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
+test: $(VENV)/installed-test  ## all tests (PYTEST='-m "not slow"' leaves the slow ones out)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 lint: $(VENV)/installed-test  ## style, format and types
 	$(BIN)/ruff check .

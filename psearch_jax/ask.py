@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from io import TextIOBase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psearch_jax.config import Config, SamplingConfig
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from psearch_jax.rollout.engine import Engine
     from psearch_jax.rollout.loop import Event
 
+#: What `make demo` leaves.
+DEMO_POLICY = Path("runs/demo/parallel_search/policy")
 STYLES = {"prompt": "dim", "policy": "bold cyan", "observation": "yellow", "verdict": "bold green"}
 
 
@@ -89,14 +92,35 @@ def play(
 def run(config: Config, question: str, *, json: bool = False) -> None:
     """`psearch ask`: opens the policy and the index of a recipe and plays one episode greedily.
 
-    The engine has one slot and compiles only what this episode needs.
+    Without a policy in the recipe it is the one that the demo trained with the ParallelSearch reward, and before
+    the demo has run, the packaged warm start. The engine has one slot and compiles only what this episode needs.
     """
-    from psearch_jax.assembly import open_backend, open_engine, open_policy
+    from psearch_jax.assembly import (
+        keep_compiled_programs,
+        open_backend,
+        open_engine,
+        open_policy,
+    )
 
     started = time.perf_counter()
     _words(question)  # an empty question need not wait for the index
-    policy = open_policy(config.policy)
-    alone = replace(config, rollout=replace(config.rollout, slots=1))
+    keep_compiled_programs(config)
+    source = config.policy
+    if source == "embedded" and (DEMO_POLICY / "config.json").is_file():
+        source = str(DEMO_POLICY)
+    policy = open_policy(source)
+    if not json:
+        sys.stderr.write(f"policy: {source}\n")
+    # One seat and one shape of each program: an episode is short, compiling is what takes time here.
+    context = config.rollout.context
+    seat = replace(
+        config.rollout,
+        slots=1,
+        window_buckets=(context,),
+        append_buckets=(min(64, context),),
+        decode_block=8,
+    )
+    alone = replace(config, rollout=seat)
     engine = open_engine(alone, policy, open_backend(config.retrieval))
     play(
         engine, policy.params, question, seed=config.evaluation.seed, as_json=json, started=started

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
@@ -31,6 +32,13 @@ class Policy:
     graphdef: nnx.GraphDef
     params: nnx.State
     tokenizer: Any
+
+
+def keep_compiled_programs(config: Config) -> None:
+    """Keep what XLA compiles on disk, so that the same command starts in seconds the next time."""
+    if config.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.compile_cache).absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def open_policy(source: str) -> Policy:

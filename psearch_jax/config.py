@@ -33,6 +33,9 @@ class RetrievalConfig:
     corpus: str = "embedded"  # a FlashRAG corpus .jsonl or `embedded`
     encoder: str = "all-MiniLM-L6-v2"  # a directory, or this name for the packaged model
     embed: str = "text"  # what is embedded of a passage: "text" or "contents" (with its title)
+    # A regular expression; what it matches is not embedded. Here the numbers of the embedded world: no query holds
+    # one, and without them "Lyon" is found before "Lyon 06".
+    embed_without: str = r" 10\^-?\d+\*[\d.]+"
     kind: str = "scann"  # "scann", "exact" or "none" (index switched off)
     directory: str = "runs/index"  # indexes are kept here under their fingerprint
     cache_size: int = 65536  # LRU entries (query, k)
@@ -209,6 +212,7 @@ class Config:
 
     run_directory: str = "runs/default"
     policy: str = "embedded"  # a Hugging Face directory, or the policy that the package ships
+    compile_cache: str = "runs/compiled"  # compiled programs are kept here; empty: nowhere
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)

@@ -18,14 +18,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.assembly import Policy, open_backend, open_engine, open_policy
+from psearch_jax.assembly import (
+    Policy,
+    keep_compiled_programs,
+    open_backend,
+    open_engine,
+    open_policy,
+)
 from psearch_jax.config import Config, SamplingConfig
 from psearch_jax.display import Display
 from psearch_jax.evaluation.baselines import closed_book_prompts, rag_prompts, without_search
 from psearch_jax.evaluation.evaluate import evaluate, parameters_fingerprint
 from psearch_jax.evaluation.report import write_report
-from psearch_jax.evaluation.results import SAMPLED, row_summary, rows_file
+from psearch_jax.evaluation.results import SAMPLED, row_summary, rows_file, write_summary
 from psearch_jax.metrics_log import MetricsLog, read_lines
+from psearch_jax.models.weights import save_hf_directory
 from psearch_jax.questions.question import Question
 from psearch_jax.questions.world import load_questions
 from psearch_jax.retrieval.searcher import NoSearcher, SearchBackend, recall_at_k
@@ -178,8 +185,13 @@ class Demo:
                 log.write(step, metrics)
                 self.display.step(row, step, steps, metrics)
 
-            self.display.phase(f"training {row}")
             trainer.run(on_step)
+        save_hf_directory(
+            directory / "policy",
+            self.policy.config,
+            trainer.state.params,
+            tokenizer=self.policy.tokenizer,
+        )
         return trainer.state.params
 
     def summary(self, seconds: float) -> dict[str, Any]:
@@ -208,6 +220,7 @@ def run(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     `quiet` sends the display to the standard error stream as plain lines.
     """
     began = time.monotonic()
+    keep_compiled_programs(config)
     save_run_record(config, config.run_directory)
     with Display(stream=sys.stderr, live=False) if quiet else Display() as display:
         demo = Demo(config, display)
@@ -215,12 +228,10 @@ def run(config: Config, *, quiet: bool = False) -> dict[str, Any]:
         for row, reward in REWARDS.items():
             demo.score(row, demo.train(row, reward), sampled=True)
         summary = demo.summary(time.monotonic() - began)
-        path = Path(config.run_directory) / "summary.json"
-        write_atomically(path, json.dumps(summary, indent=1) + "\n")
+        write_summary(config.run_directory, summary)
         display.phase("writing the report")
         page = write_report(config.run_directory)
         display.table(summary)
-        display.note(
-            f'{path} and {page}; try: psearch ask "Which city has more inhabitants, Lyon or Turin?"'
-        )
+        display.note(f"report: {page}")
+        display.note('try: .venv/bin/psearch ask "Which city has more inhabitants, Lyon or Turin?"')
     return summary

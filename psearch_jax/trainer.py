@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.assembly import open_backend, open_engine, open_policy
+from psearch_jax.assembly import keep_compiled_programs, open_backend, open_engine, open_policy
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config, EvaluationConfig, SupervisedConfig
 from psearch_jax.config_files import config_hash
@@ -176,7 +176,8 @@ class Trainer:
         """The minibatches, and the policy tokens that a minibatch's loss is the mean over.
 
         A group without spread has advantage 0 throughout: unless there is a KL or entropy term, its gradient is
-        exactly 0 and it is left out of the computation, not out of the mean.
+        exactly 0 and it is left out of the computation, not out of the mean. Where no group has spread one is
+        scored all the same, for the gap to the rollout (law 9).
         """
         algorithm = self.config.algorithm
         everything = algorithm.kl_coefficient > 0 or algorithm.entropy_coefficient > 0
@@ -186,7 +187,7 @@ class Trainer:
             for episode, advantage in zip(group, advantages_M, strict=True)
         ]
         kept = [sequence for sequence in every if everything or sequence.advantages != 0.0]
-        batch = pack(kept, algorithm.row_length, self.rows)
+        batch = pack(kept or every[: len(groups[0])], algorithm.row_length, self.rows)
         policy_tokens = float(sum(np.sum(sequence.weights) for sequence in every))
         return split(batch, algorithm.minibatches), max(policy_tokens, 1.0) / algorithm.minibatches
 
@@ -260,7 +261,12 @@ def recipe_hash(config: Config) -> str:
     """Changes with everything that the numbers of a run depend on; not with where, how long or how often saved."""
     steps = 0 if config.optimizer.schedule == "constant" else config.trainer.steps
     trainer = replace(config.trainer, steps=steps, checkpoint_every=1, keep=1)
-    same = {"run_directory": "", "supervised": SupervisedConfig(), "evaluation": EvaluationConfig()}
+    same = {
+        "run_directory": "",
+        "compile_cache": "",
+        "supervised": SupervisedConfig(),
+        "evaluation": EvaluationConfig(),
+    }
     return config_hash(replace(config, trainer=trainer, **same))
 
 
@@ -270,6 +276,7 @@ def train(config: Config) -> None:
     The run directory holds checkpoints/, metrics.jsonl, tensorboard/ and, at the end, policy/ as a Hugging
     Face directory.
     """
+    keep_compiled_programs(config)
     with Display() as display:
         display.phase("opening policy and index")
         policy = open_policy(config.policy)
@@ -299,11 +306,24 @@ def train(config: Config) -> None:
         )
 
 
+#: Metrics of an update that are means over its scored tokens.
+TOKEN_MEANS = ("ratio", "clip_fraction", "approx_kl", "entropy", "kl")
+
+
 def _learning(learned: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of the updates: means over the minibatches; the gap to the rollout from the first alone."""
-    means = {name: float(np.mean([metrics[name] for metrics in learned])) for name in learned[0]}
-    first = {name: float(learned[0][name]) for name in ("gap", "gap_max")}
-    return {**means, **first}
+    """Metrics of a step's updates. Means over tokens stay means over all tokens, however few are in a
+    minibatch; counts are added up; the gap to the rollout is the first minibatch's alone (law 9)."""
+    weights = np.array([metrics["weight"] for metrics in learned], np.float64)
+    result = {}
+    for name in learned[0]:
+        values = np.array([metrics[name] for metrics in learned], np.float64)
+        if name in TOKEN_MEANS:
+            result[name] = float(np.average(values, weights=weights if weights.any() else None))
+        elif name in ("weight", "tokens"):
+            result[name] = float(np.sum(values))
+        else:
+            result[name] = float(values[0] if name in ("gap", "gap_max") else np.mean(values))
+    return result
 
 
 class _Clock:

@@ -13,11 +13,28 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-# Every annotated function checks its arguments; jaxtyping annotations check shapes and dtypes.
-install_import_hook("psearch_jax", "typechecking.checked")
-
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+#: Pure Python that draws hundreds of thousands of small things: checking every call takes minutes, and none of it
+#: has an array's shape in its annotations.
+UNCHECKED = {
+    "psearch_jax.learning.demonstrations",
+    "psearch_jax.questions.facts",
+    "psearch_jax.questions.shadow",
+    "psearch_jax.questions.templates",
+    "psearch_jax.retrieval.passages",
+}
+
+
+def checked_modules() -> list[str]:
+    """The modules of the package whose annotations are checked while the tests run."""
+    files = (ROOT / "psearch_jax").rglob("*.py")
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    return sorted(n for n in names - UNCHECKED if not n.endswith("__"))
+
+
+# Every annotated function checks its arguments; jaxtyping annotations check shapes and dtypes.
+install_import_hook(checked_modules(), "typechecking.checked")
 
 
 @pytest.fixture(scope="session")
@@ -35,14 +52,10 @@ def shared_data() -> Path:
     return directory
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+@pytest.fixture(scope="session")
+def world():
+    """The embedded world, built once for all tests that read it (a quarter of a minute)."""
+    from psearch_jax.questions.facts import real_facts
+    from psearch_jax.questions.world import World
 
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
-    skip = pytest.mark.skip(reason="slow: run with --slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    return World(real_facts())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout.toys import FOLLOWS, PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
+from rollout.toys import PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
 
 from psearch_jax import trainer as room
 from psearch_jax.config import (
@@ -28,13 +28,21 @@ from psearch_jax.rollout.engine import Engine
 from psearch_jax.trainer import Trainer, question_order, recipe_hash
 
 QUESTIONS = [
-    Question(id=f"q{i}", text=text, golden_answers=("a", "b"), kind=kind)
+    Question(id=f"q{i}", text=text, golden_answers=("1",), kind=kind)
     for i, (text, kind) in enumerate(
         [("a b", "parallelizable"), ("b c", "bridge"), ("c a", "single"), ("b b", "parallelizable")]
     )
 ]
 TOKENIZER = make_tokenizer("whole")
-MODEL, GRAPHDEF, PARAMS = make_policy(TOKENIZER, FOLLOWS["whole"])
+#: Searches or answers evenly, and half of its answers are the right one: groups have spread.
+FOLLOWS = [
+    ("\n", "<search> <answer>"),
+    ("<search> ##", "b c"),
+    ("b c", "</search> ##"),
+    ("<answer>", "1 2"),
+    ("1 2", "</answer>"),
+]
+MODEL, GRAPHDEF, PARAMS = make_policy(TOKENIZER, FOLLOWS)
 ENGINE = Engine(GRAPHDEF, MODEL, TOKENIZER, PROTOCOL, Corpus(), ROLLOUT)
 MESH = make_mesh(MeshConfig(data=1), jax.devices()[:1])
 CONFIG = Config(
@@ -91,9 +99,16 @@ def test_a_run_learns_and_tells(unbroken):
     assert set(first["kinds"]) <= {"parallelizable", "bridge", "single"}
     assert sum(kind["episodes"] for kind in first["kinds"].values()) == 12
     assert 0.0 < first["entropy"] < np.log(len(TOKENIZER))
-    assert any(metrics["grad_norm"] > 0 for _, metrics in steps)
-    changed = [np.any(a != b) for a, b in zip(params, jax.tree.leaves(PARAMS), strict=True)]
-    assert any(changed)
+    # Every step has something to learn from, so the tests of resuming compare numbers that move.
+    assert all(metrics["grad_norm"] > 0 and metrics["zero_spread"] < 1 for _, metrics in steps)
+    assert all(np.any(a != b) for a, b in zip(params, jax.tree.leaves(PARAMS), strict=True))
+
+
+def test_the_reward_rises(tmp_path):
+    rewards = []
+    trainer = make_trainer(tmp_path, steps=16, checkpoint_every=16)
+    trainer.run(lambda step, metrics: rewards.append(metrics["em"]))
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.3
 
 
 def test_law_13_a_killed_run_ends_with_the_same_numbers(unbroken, tmp_path):
@@ -180,6 +195,36 @@ def test_groups_without_spread_are_left_out_of_the_computation_only(tmp_path):
     )
     batches, _ = trainer._batches(groups, np.array([[0.0, 0.0], [0.5, -0.5]]))
     assert sum((b.segments_RxL > 0).sum() for b in batches) == sum(len(e.ids) for e in episodes)
+
+
+def test_where_no_group_has_spread_one_is_scored_for_the_gap(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.questions = [replace(q, golden_answers=("c",)) for q in QUESTIONS]  # never answered
+    metrics = trainer.step()
+    assert metrics["zero_spread"] == 1.0 and metrics["grad_norm"] == 0.0
+    assert 0.0 < metrics["gap"] <= metrics["gap_max"] < 1e-3
+    assert 0 < metrics["weight"] < 12 * metrics["lengths"]["policy"]
+    assert metrics["entropy"] > 0
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+    for a, b in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(PARAMS), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_means_over_tokens_do_not_depend_on_how_full_the_minibatches_are():
+    full = {"loss": 1.0, "entropy": 2.0, "gap": 0.1, "gap_max": 0.2, "weight": 30.0, "tokens": 40.0}
+    short = {
+        "loss": 3.0,
+        "entropy": 4.0,
+        "gap": 0.5,
+        "gap_max": 0.9,
+        "weight": 10.0,
+        "tokens": 12.0,
+    }
+    empty = dict.fromkeys(full, 0.0)
+    assert room._learning([full, short, empty]) == {
+        "loss": pytest.approx(4 / 3), "entropy": 2.5, "gap": 0.1, "gap_max": 0.2,
+        "weight": 40.0, "tokens": 52.0,
+    }  # fmt: skip
 
 
 def test_questions_are_chosen_by_kind():

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from psearch_jax.assembly import open_backend, open_engine, open_policy
+from psearch_jax.assembly import keep_compiled_programs, open_backend, open_engine, open_policy
 from psearch_jax.config import Config, ProtocolConfig, SamplingConfig
 from psearch_jax.display import Display
 from psearch_jax.errors import UserError
@@ -173,6 +173,7 @@ def run(config: Config) -> dict[str, Any]:
     sampling = dataclasses.replace(config.sampling, temperature=settings.temperature)
     row = directory.resolve().name
     name = row if settings.temperature == 0 else row + SAMPLED
+    keep_compiled_programs(config)
     with Display() as display:
         display.phase(f"opening policy {source} and index")
         policy = open_policy(source)

@@ -25,7 +25,7 @@ INK, MUTED, GRID, PAPER = "#1f2328", "#6e7681", "#e4e7eb", "#fffffe"
 #: Colour, marker and line style of a row.
 STYLES = {
     "closed_book": ("#8c8c8b", "X", "-"),
-    "no_index": ("#5a5a59", "P", "-"),
+    "index_off": ("#5a5a59", "P", "-"),
     "rag": ("#cc79a7", "v", "-"),
     "warm_start": ("#e69f00", "D", "-"),
     "em_reward": ("#0072b2", "o", "-"),

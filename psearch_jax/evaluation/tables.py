@@ -14,7 +14,7 @@ from psearch_jax.evaluation.metrics import compare
 #: Rows in the order in which they are shown; others follow by name.
 LABELS = {
     "closed_book": "Closed book",
-    "no_index": "Index switched off",
+    "index_off": "Index switched off",
     "rag": "RAG, one query",
     "warm_start": "Warm start",
     "em_reward": "EM reward",

@@ -113,7 +113,7 @@ class Demonstrations:
 
     def __init__(self, protocol: ProtocolConfig, config: SupervisedConfig, tokenizer: Any) -> None:
         self.protocol, self.config, self.tokenizer = protocol, config, tokenizer
-        self._ids = lru_cache(maxsize=200_000)(self._encode)
+        self.encode = lru_cache(maxsize=200_000)(self._encode)
         self.answer_open, self.answer_close = (
             tokenizer.convert_tokens_to_ids(tag) for tag in protocol.answer
         )
@@ -147,10 +147,10 @@ class Demonstrations:
             values[0] *= 2.0
             values[1] /= 2.0
         names = [[int(i) for i in rng.choice(self.words, rng.integers(1, 4))] for _ in values]
-        ids = [*self._ids(self.protocol.think[0])]
+        ids = [*self.encode(self.protocol.think[0])]
         for i, (value, name) in enumerate(zip(values, names, strict=True)):
-            ids += [*self._ids(";" if i else ""), *self._ids(f" {write_number(value)}"), *name]
-        ids += [*self._ids(self.protocol.think[1]), self.answer_open]
+            ids += [*self.encode(";" if i else ""), *self.encode(f" {write_number(value)}"), *name]
+        ids += [*self.encode(self.protocol.think[1]), self.answer_open]
         answer = names[int(np.argmax(values))]
         weights = np.zeros(len(ids) + len(answer) + 1, np.float32)
         weights[len(ids) :] = self.config.answer_weight
@@ -159,7 +159,7 @@ class Demonstrations:
     def copy_drill(self, rng: np.random.Generator) -> Sequence:
         """Random tokens, then the same ones in a search: nothing but looking back can predict them."""
         words = [int(i) for i in rng.choice(self.words, rng.integers(4, 20))]
-        opening, closing = (self._ids(tag) for tag in self.protocol.search)
+        opening, closing = (self.encode(tag) for tag in self.protocol.search)
         ids = [*words, *opening, *words, *closing]
         weights = np.zeros(len(ids), np.float32)
         weights[len(words) + 1 :] = 1.0
@@ -170,7 +170,7 @@ class Demonstrations:
         draw = templates.shared if rng.random() < self.config.drill_shared else templates.compare
         while (script := draw(rng)) is None:
             pass
-        text = self._answer_turn(script, think(script.findings))
+        text = self.answer_turn(script, think(script.findings))
         return [
             Piece(Role.PROMPT, prompt_text(self.protocol, script.text)),
             Piece(Role.POLICY, text, 0.0, self.config.answer_weight),
@@ -190,11 +190,11 @@ class Demonstrations:
             for hop in script.hops:
                 for queries in [hop] if together else [(query,) for query in hop]:
                     pieces += self._search_turn(rng, scene, queries)
-            text = self._answer_turn(script, think(script.findings))
+            text = self.answer_turn(script, think(script.findings))
             pieces.append(Piece(Role.POLICY, text, 1.0, answer_weight))
         elif draw < without:
             # A guess about a world that does not exist teaches nothing but guessing.
-            text = self._answer_turn(script, RECALL)
+            text = self.answer_turn(script, RECALL)
             pieces.append(Piece(Role.POLICY, text, 1.0, 1.0 if scene.real else 0.0))
         else:
             pieces += self._retrieved_first(rng, scene, script, answer_weight)
@@ -220,9 +220,9 @@ class Demonstrations:
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text."""
-        return len(self._ids(text))
+        return len(self.encode(text))
 
-    def _answer_turn(self, script: Script, thought: str) -> str:
+    def answer_turn(self, script: Script, thought: str) -> str:
         protocol = self.protocol
         return (
             f"{protocol.think[0]}{thought}{protocol.think[1]}"
@@ -247,7 +247,7 @@ class Demonstrations:
         thought = think(known) if known else FOUND
         # The answer itself counts only where the passages decide it.
         complete = len(kept) == len(needed) <= self.protocol.top_k
-        text = self._answer_turn(script, thought)
+        text = self.answer_turn(script, thought)
         return [
             Piece(Role.PROMPT, block),
             Piece(Role.POLICY, text, 1.0, answer_weight if complete or scene.real else 0.0),
@@ -258,7 +258,7 @@ class Demonstrations:
         ids: list[int] = []
         weights: list[float] = []
         for piece in pieces:
-            new = self._ids(piece.text)
+            new = self.encode(piece.text)
             ids += new
             if piece.role is not Role.POLICY:
                 reading = piece.role is Role.OBSERVATION
@@ -288,7 +288,7 @@ class DemonstrationStream:
             [not unseen for unseen in world.unseen],
             [tokenizer.decode([index]) for index in words],
         )
-        self._shadow = lru_cache(maxsize=2)(self._make_shadow)
+        self.shadow = lru_cache(maxsize=2)(self._make_shadow)
 
     def _make_shadow(self, number: int) -> Scene:
         rng = np.random.default_rng([self.config.seed, 1, number])
@@ -298,7 +298,7 @@ class DemonstrationStream:
         """Endless sequences for a step; take as many as fit."""
         config, demonstrations = self.config, self.demonstrations
         rng = np.random.default_rng([config.seed, 0, step])
-        shadow = self._shadow(step // config.steps_per_world)
+        shadow = self.shadow(step // config.steps_per_world)
         early = step < config.drill_steps
         drills = 1.0 if early else config.drill_share
         while True:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from jaxtyping import Array, Bool, Int
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config
 from psearch_jax.config_files import config_hash
-from psearch_jax.errors import Interrupted
+from psearch_jax.errors import Interrupted, UserError
+from psearch_jax.interruption import GracefulStop
 from psearch_jax.learning.batches import Batch, Sequence, fill
 from psearch_jax.learning.demonstrations import DemonstrationStream, Piece, Scene, think
 from psearch_jax.learning.optimizers import make_optimizer
@@ -103,7 +105,7 @@ class Checks:
                 script = draw(rng)
                 if script is None:
                     continue
-                turn = make._answer_turn(script, think(script.findings))
+                turn = make.answer_turn(script, think(script.findings))
                 sequence = make.sequence(
                     [
                         Piece(Role.PROMPT, prompt_text(make.protocol, script.text)),
@@ -204,11 +206,16 @@ def run(config: Config, on_step: OnStep | None = None, world: World | None = Non
     restored = checkpointer.restore_latest(state)
     first = 0
     if restored is not None:
+        if restored.extras["recipe"] != recipe_hash(config):
+            raise UserError(
+                f"{checkpointer.directory} holds a run of another recipe; choose another run_directory, or delete "
+                "that one to start anew."
+            )
         state, first = restored.state, restored.step
     stream = DemonstrationStream(world, config.protocol, settings, tokenizer)
     checks = Checks(stream, world)
     log = MetricsLog(directory, resumed_step=first or None)
-    save = partial(checkpointer.save, extras={"config": config_hash(config)})
+    save = partial(checkpointer.save, extras={"recipe": recipe_hash(config)})
     try:
         state = _loop(
             settings, first, state, update, mesh, stream, checks, graphdef, log, save, on_step
@@ -245,31 +252,38 @@ def _loop(
     save: Callable[[int, TrainState], Any],
     on_step: OnStep | None,
 ) -> TrainState:
-    with ThreadPoolExecutor(1) as pool:  # the next batch is made while the device works
+    # The next batch is made while the device works; the first Ctrl-C lets the step in progress finish.
+    with ThreadPoolExecutor(1) as pool, GracefulStop() as stop:
         ahead: Future[Batch] = pool.submit(step_batch, stream, first)
         began, tokens = time.monotonic(), 0.0
         for step in range(first, settings.steps):
             batch = ahead.result()
             ahead = pool.submit(step_batch, stream, step + 1)
-            try:
-                state, metrics = update(state, place_batch(batch, mesh))
-                done = step + 1
-                tokens += float(metrics["tokens"])
-                if done % settings.check_every == 0 or done == settings.steps:
-                    row = {name: float(value) for name, value in metrics.items()}
-                    row |= {f"check/{k}": v for k, v in checks(graphdef, state.params).items()}
-                    row["tokens_per_second"] = tokens / (time.monotonic() - began)
-                    log.write(done, row)
-                    if on_step:
-                        on_step(done, settings.steps, row)
-                if done % settings.checkpoint_every == 0 or done == settings.steps:
-                    save(done, state)
-            except KeyboardInterrupt:
-                save(int(state.step), state)
+            state, metrics = update(state, place_batch(batch, mesh))
+            done, last = step + 1, step + 1 == settings.steps
+            tokens += float(metrics["tokens"])
+            if done % settings.check_every == 0 or last:
+                row = {name: float(value) for name, value in metrics.items()}
+                row |= {f"check/{k}": v for k, v in checks(graphdef, state.params).items()}
+                row["tokens_per_second"] = tokens / (time.monotonic() - began)
+                log.write(done, row)
+                if on_step:
+                    on_step(done, settings.steps, row)
+            if done % settings.checkpoint_every == 0 or last or stop.asked:
+                save(done, state)
+            if stop.asked and not last:
                 raise Interrupted(
-                    f"Stopped after step {int(state.step)} of {settings.steps}; the same command goes on from there."
-                ) from None
+                    f"Stopped after step {done} of {settings.steps}; the same command goes on from there."
+                )
     return state
+
+
+def recipe_hash(config: Config) -> str:
+    """Changes with everything that decides what is learned; not with where, or how often it is checked and saved."""
+    settings = replace(config.supervised, check_every=1, checkpoint_every=1, keep=1)
+    return config_hash(
+        Config(supervised=settings, optimizer=config.optimizer, protocol=config.protocol)
+    )
 
 
 def train(config: Config) -> Path:

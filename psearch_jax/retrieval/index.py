@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,10 @@ class Index:
     def fingerprint(self) -> str:
         """See `Manifest.fingerprint`."""
         return self.manifest.fingerprint
+
+    def __len__(self) -> int:
+        """How many passages there are."""
+        return self.manifest.count
 
     def exact(self) -> Index:
         """The same vectors searched exactly; what recall is measured against."""
@@ -117,6 +122,7 @@ def describe(passages: Sequence[Passage], embedder: Embedder, config: RetrievalC
         )
     if config.embed not in EMBED:
         raise UserError(f"retrieval.embed is {config.embed!r}; use {' or '.join(EMBED)}.")
+    _pattern(config.embed_without)
     if not passages:
         raise UserError("There are no passages to index; set retrieval.corpus to a file with some.")
     from psearch_jax import __version__
@@ -134,10 +140,22 @@ def describe(passages: Sequence[Passage], embedder: Embedder, config: RetrievalC
         encoder=embedder.name,
         encoder_hash=embedder.fingerprint,
         embed=config.embed,
+        without=config.embed_without,
         parameters=parameters,
         versions=versions,
         files={},
     )
+
+
+def _pattern(expression: str) -> re.Pattern[str]:
+    """What is left out of a text before it is embedded; the empty expression leaves everything in."""
+    try:
+        return re.compile(expression or r"(?!)")
+    except re.error as error:
+        raise UserError(
+            f"retrieval.embed_without is {expression!r}, which is no regular expression ({error}); mend it or leave "
+            "it empty."
+        ) from error
 
 
 def open_or_build(
@@ -266,7 +284,10 @@ def _vectors_file(
     """Make `work/vectors.npy`: left by an earlier attempt, taken from a sibling, or embedded."""
     if (work / VECTORS).exists() or _take_over(work, root, manifest):
         return
-    distinct, inverse_N = distinct_texts([getattr(p, manifest.embed) for p in passages])
+    without = _pattern(manifest.without)
+    distinct, inverse_N = distinct_texts(
+        [without.sub("", getattr(p, manifest.embed)) for p in passages]
+    )
     plan = embedder.plan(distinct)
     shards = _embed_shards(work / "shards", plan, embedder, progress)
     vectors_DxE = np.empty((len(distinct), manifest.dims), np.float32)

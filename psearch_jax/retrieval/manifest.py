@@ -25,6 +25,7 @@ class Manifest:
       count, dims: the matrix of vectors is float32 [count, dims].
       encoder: the encoder's name as given; encoder_hash: of weights, configuration and tokenizer.
       embed: what of a passage was embedded, "text" or "contents".
+      without: the regular expression whose matches were left out of it; empty: nothing was.
       parameters: of the nearest-neighbour search.
       versions: of the libraries that wrote it. ScaNN's is part of the fingerprint, the others are told only.
       files: relative path → {"bytes", "sha256"}.
@@ -37,6 +38,7 @@ class Manifest:
     encoder: str
     encoder_hash: str
     embed: str
+    without: str = ""
     parameters: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, dict[str, Any]]
@@ -45,7 +47,15 @@ class Manifest:
     def vectors_fingerprint(self) -> str:
         """Equal for indexes over the same vectors, whatever searches them."""
         return _short_hash(
-            [FORMAT_VERSION, self.corpus, self.count, self.dims, self.encoder_hash, self.embed]
+            [
+                FORMAT_VERSION,
+                self.corpus,
+                self.count,
+                self.dims,
+                self.encoder_hash,
+                self.embed,
+                self.without,
+            ]
         )
 
     @property

@@ -157,7 +157,7 @@ def test_fingerprints_tell_parameters_apart(toy):
 
 
 def test_baseline_prompts(toy):
-    """Exact texts; the retrieved ones come from one search of all questions."""
+    """Exact texts; the retrieved ones come from one search of all questions and look like any observation."""
     two = [QUESTIONS[0], QUESTIONS[1]]
     assert policy_prompts(PROTOCOL, two) == ["a\n", "bb\n"]
     assert closed_book_prompts(PROTOCOL, two) == [
@@ -166,8 +166,8 @@ def test_baseline_prompts(toy):
     ]
     toy.backend.calls.clear()
     assert rag_prompts(toy.engine, two) == [
-        "a\n<information>1:a a\na b\n</information>",
-        "bb\n<information>1:bb a\nbb b\n</information>",
+        "a\n<information>1:a a\na b\n</information>\n",
+        "bb\n<information>1:bb a\nbb b\n</information>\n",
     ]
     assert toy.backend.calls == [["a", "bb"]]
 

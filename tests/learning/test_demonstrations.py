@@ -9,18 +9,11 @@ import pytest
 from psearch_jax.config import ProtocolConfig, SupervisedConfig
 from psearch_jax.learning.demonstrations import DemonstrationStream, Scene
 from psearch_jax.learning.supervised import step_batch
-from psearch_jax.questions.facts import real_facts
 from psearch_jax.questions.tokenizer import train_tokenizer, world_texts
-from psearch_jax.questions.world import World
 from psearch_jax.rollout.episode import Role
 from psearch_jax.rollout.protocol import parse_turn
 
 PROTOCOL = ProtocolConfig()
-
-
-@pytest.fixture(scope="module")
-def world():
-    return World(real_facts())
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +31,7 @@ def stream(world, tokenizer):
 def episodes(stream, count, scene=None):
     rng = np.random.default_rng(1)
     return [
-        stream.demonstrations.episode(rng, scene or (stream.real if i % 2 else stream._shadow(0)))
+        stream.demonstrations.episode(rng, scene or (stream.real if i % 2 else stream.shadow(0)))
         for i in range(count)
     ]
 
@@ -94,14 +87,16 @@ def test_no_demonstration_names_an_unseen_country_or_city(stream, world):
 def test_weights_fall_on_policy_tokens_and_guesses_about_shadow_worlds_are_not_learned(stream):
     demonstrations = stream.demonstrations
     guesses = 0
-    for pieces in episodes(stream, 300, stream._shadow(0)):
+    for pieces in episodes(stream, 300, stream.shadow(0)):
         sequence = demonstrations.sequence(pieces)
         weights = np.asarray(sequence.weights)
         assert len(weights) == len(sequence.ids)
         start = 0
         for piece in pieces:
-            stop = start + len(demonstrations._ids(piece.text))
-            if piece.role is not Role.POLICY:
+            stop = start + len(demonstrations.encode(piece.text))
+            if piece.role is Role.OBSERVATION:
+                assert np.all(weights[start:stop] == np.float32(stream.config.observation_weight))
+            elif piece.role is Role.PROMPT:
                 assert not weights[start:stop].any()
             elif piece.text.startswith("<think>recall</think>"):
                 ids = list(sequence.ids[start:stop])
@@ -138,6 +133,24 @@ def test_a_bare_drill_asks_for_the_name_behind_the_larger_number(stream, tokeniz
         ].any()
 
 
+def test_a_copy_drill_asks_for_random_words_a_second_time(stream):
+    demonstrations = stream.demonstrations
+    opening, closing = demonstrations.tokenizer.convert_tokens_to_ids(list(PROTOCOL.search))
+    rng = np.random.default_rng(6)
+    lengths, seen = set(), set()
+    for _ in range(200):
+        sequence = demonstrations.copy_drill(rng)
+        ids = list(sequence.ids)
+        count = ids.index(opening)
+        assert ids == [*ids[:count], opening, *ids[:count], closing]
+        np.testing.assert_array_equal(sequence.weights, [0.0] * (count + 1) + [1.0] * (count + 1))
+        assert sequence.weights.dtype == np.float32
+        lengths.add(count)
+        seen |= set(ids[:count])
+    assert lengths == set(range(4, 20))
+    assert seen <= set(demonstrations.words) and len(seen) > len(demonstrations.words) // 2
+
+
 def test_pieces_are_encoded_as_a_rollout_would(stream, tokenizer):
     for pieces in episodes(stream, 40):
         ids = list(stream.demonstrations.sequence(pieces).ids)
@@ -160,7 +173,7 @@ def test_batches_are_nearly_full(stream):
 
 def test_the_imitated_search_returns_the_needed_passage_first_nine_times_in_ten(stream):
     rng = np.random.default_rng(2)
-    scene = stream._shadow(1)
+    scene = stream.shadow(1)
     ranks = []
     for _ in range(600):
         script = stream.demonstrations.script(rng, scene.templates)

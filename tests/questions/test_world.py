@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from psearch_jax.errors import UserError
-from psearch_jax.questions.facts import real_facts
 from psearch_jax.questions.readers import read_flashrag
 from psearch_jax.questions.shadow import ShadowWorlds
 from psearch_jax.questions.templates import MIN_RATIO, MIN_YEARS, Templates, far_apart
 from psearch_jax.questions.world import SPLITS, World, write_world
-
-
-@pytest.fixture(scope="module")
-def world():
-    return World(real_facts())
 
 
 def test_there_are_at_least_34000_passages_with_unique_ids(world):

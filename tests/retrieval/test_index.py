@@ -127,6 +127,7 @@ def test_the_fingerprint_changes_with_everything_that_changes_results(tmp_path: 
         open_or_build(corpus[::-1], tiny_embedder(), base).fingerprint,
         open_or_build(corpus, tiny_embedder(fingerprint="tiny-2"), base).fingerprint,
         open_or_build(corpus, tiny_embedder(), replace(base, embed="contents")).fingerprint,
+        open_or_build(corpus, tiny_embedder(), replace(base, embed_without="a")).fingerprint,
         open_or_build(corpus, tiny_embedder(), replace(base, kind="scann")).fingerprint,
     ]
     assert len(set(prints)) == len(prints)
