@@ -1,6 +1,6 @@
 """The embedded comparison over several seeds: one warm start, three rewards, the whole test split.
 
-    .venv/bin/python benchmarks/embedded.py --json            three seeds, about 40 minutes on two cores
+    .venv/bin/python benchmarks/embedded.py --json            three seeds, about 35 minutes on two cores
     .venv/bin/python benchmarks/embedded.py --seeds 1         one seed
 
 Each seed is a demo of its own under runs/embedded/seed_N, resumed if it was interrupted. Comparisons pair the
@@ -44,7 +44,7 @@ def summarise(directories: list[Path], summaries: list[dict[str, Any]]) -> dict[
     """Means over the seeds with every seed's value beside them, and the pooled comparisons."""
     recipes: dict[str, Any] = {}
     for row in summaries[0]["rows"]:
-        rows = [summary["rows"][row] for summary in summaries]
+        rows = [summary["rows"][row] for summary in summaries if row in summary["rows"]]
         recipes[row] = {
             key: {
                 "mean": statistics.fmean(values),
@@ -90,6 +90,7 @@ def main() -> None:
                     evaluation=replace(config.evaluation, seed=seed),
                 ),
                 quiet=arguments.json,
+                trained_only=seed > 0,
             )
         )
         directories.append(directory)

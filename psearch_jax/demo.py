@@ -214,17 +214,21 @@ class Demo:
         return len(self.backend.index) if hasattr(self.backend, "index") else 0
 
 
-def run(config: Config, *, quiet: bool = False) -> dict[str, Any]:
+def run(config: Config, *, quiet: bool = False, trained_only: bool = False) -> dict[str, Any]:
     """Run the demo and write `summary.json`, the rows and the report; returns the summary.
 
-    `quiet` sends the display to the standard error stream as plain lines.
+    `quiet` sends the display to the standard error stream as plain lines. `trained_only` leaves out the rows that do
+    not depend on the seed of the training.
     """
     began = time.monotonic()
     keep_compiled_programs(config)
     save_run_record(config, config.run_directory)
     with Display(stream=sys.stderr, live=False) if quiet else Display() as display:
         demo = Demo(config, display)
-        demo.baselines()
+        if trained_only:
+            demo.score(WARM_START, demo.policy.params, sampled=True)
+        else:
+            demo.baselines()
         for row, reward in REWARDS.items():
             demo.score(row, demo.train(row, reward), sampled=True)
         summary = demo.summary(time.monotonic() - began)

@@ -163,7 +163,7 @@ def test_the_demo_writes_every_row_and_a_second_run_takes_them_up(
     assert written["rows"].keys() == rows
     assert "<html" in (directory / "report.html").read_text()
     output = capsys.readouterr()
-    assert output.out == "" and "training gated" in output.err
+    assert output.out == "" and "evaluating gated" in output.err
 
     lines = {path.name: path.read_bytes() for path in (directory / "rows").glob("*.jsonl")}
     assert len(lines) == 11

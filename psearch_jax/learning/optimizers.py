@@ -48,8 +48,9 @@ def is_hidden_matrix(name: str, ndim: int) -> bool:
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by the global norm, then Adam(W), or Muon for hidden matrices and Adam(W) for the rest.
+    """Clip by the global norm, then Adam(W), or Muon for hidden matrices and NAdam(W) for the rest.
 
+    (Optax's Muon has one switch for the Nesterov momentum of both its parts, and Muon wants it.)
     `learning_rate` belongs to Muon where Muon is used (its update has singular values near 1 times
     √max(1, fan_out / fan_in), so 0.01–0.03 is usual), and to Adam otherwise; `adam_learning_rate` to the
     tensors that Muon leaves. Weight decay falls on matrices only (on Muon's only, where Muon is used).

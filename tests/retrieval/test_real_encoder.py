@@ -93,7 +93,8 @@ def test_2wiki_101_gold_titles(embedder: Embedder, shared_data: Path) -> None:
     """Measured with the reference implementation: 0.931 of the questions get all their gold passages when each
     gold title is a query (top-3, exact search), 0.188 when the question is the only query."""
     passages = read_corpus(shared_data / "2wiki101_corpus.jsonl")
-    rows = [json.loads(line) for line in (shared_data / "2wiki101_questions.jsonl").open()]
+    lines = (shared_data / "2wiki101_questions.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     # Kept between runs: embedding takes minutes.
     directory = Path("runs") / "test-2wiki101"
     config = RetrievalConfig(directory=str(directory), kind="exact", embed="contents")
