@@ -37,6 +37,7 @@ from psearch_jax.questions.question import Question
 from psearch_jax.questions.world import load_questions
 from psearch_jax.retrieval.searcher import NoSearcher, SearchBackend, recall_at_k
 from psearch_jax.rollout.engine import Engine
+from psearch_jax.rollout.environment import SearchEnvironment
 from psearch_jax.run_record import save_run_record
 from psearch_jax.trainer import Trainer
 
@@ -117,11 +118,9 @@ class Demo:
         params: Any,
         *,
         sampled: bool = False,
-        engine: Engine | None = None,
         **options: Any,
     ) -> None:
         """Evaluate a row greedily, and at temperature 1 if asked for."""
-        engine = engine or self.engine
         settings = self.config.evaluation
         modes = [(row, SamplingConfig(temperature=settings.temperature))]
         if sampled:
@@ -131,7 +130,7 @@ class Demo:
             self.display.phase(f"evaluating {name}", len(self.questions))
             results.append(
                 evaluate(
-                    engine,
+                    self.engine,
                     params,
                     self.questions,
                     sampling=sampling,
@@ -164,8 +163,12 @@ class Demo:
             protocol=short,
             prompts=lambda questions: rag_prompts(self.engine, questions),
         )
-        blind = open_engine(self.config, self.policy, NoSearcher())
-        self.score("index_off", params, engine=blind)
+        searching = self.engine.environment
+        self.engine.environment = SearchEnvironment(backend=NoSearcher(), retries=0)
+        try:
+            self.score("index_off", params)
+        finally:
+            self.engine.environment = searching
 
     def train(self, row: str, reward: str) -> Any:
         """One GRPO run; returns its parameters."""

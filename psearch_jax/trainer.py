@@ -261,13 +261,16 @@ def recipe_hash(config: Config) -> str:
     """Changes with everything that the numbers of a run depend on; not with where, how long or how often saved."""
     steps = 0 if config.optimizer.schedule == "constant" else config.trainer.steps
     trainer = replace(config.trainer, steps=steps, checkpoint_every=1, keep=1)
-    same = {
-        "run_directory": "",
-        "compile_cache": "",
-        "supervised": SupervisedConfig(),
-        "evaluation": EvaluationConfig(),
-    }
-    return config_hash(replace(config, trainer=trainer, **same))
+    return config_hash(
+        replace(
+            config,
+            trainer=trainer,
+            run_directory="",
+            compile_cache="",
+            supervised=SupervisedConfig(),
+            evaluation=EvaluationConfig(),
+        )
+    )
 
 
 def train(config: Config) -> None:

@@ -253,7 +253,7 @@ class Templates:
             return None
         index = pool[int(rng.integers(len(pool)))]
         entity = self.entities[index]
-        others = ()
+        others: tuple[int, ...] = ()
         if attribute in entity.numbers:
             answer = write_value(attribute, entity.numbers[attribute])
         else:
