@@ -48,6 +48,7 @@ class Scene:
     passages: dict[str, Passage] = field(default_factory=dict)
     order: dict[str, list[int]] = field(default_factory=dict)
     place: dict[int, int] = field(default_factory=dict)
+    own: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, facts: Facts, real: bool, allowed: Callable[[int], bool] = lambda i: True) -> Scene:
@@ -62,6 +63,7 @@ class Scene:
                     key: tuple(name for name in names if name not in hidden)
                     for key, names in entity.related.items()
                 }
+                scene.own[i] = tuple(p.id for p in passages_of(i, entity))
                 scene.passages.update(
                     (p.id, p) for p in passages_of(i, replace(entity, related=shown))
                 )
@@ -78,7 +80,7 @@ class Scene:
         index, passage = query.needs.split(".", 1)
         entity = self.facts.entities[int(index)]
         order, place = self.order[entity.kind], self.place[int(index)]
-        own = [key for key in self._keys(int(index)) if key != query.needs]
+        own = [key for key in self.own[int(index)] if key != query.needs]
         for _ in range(8):
             if len(found) >= k - 1:
                 break
@@ -94,13 +96,6 @@ class Scene:
         rank = 0 if rng.random() < 0.9 else int(rng.integers(len(shown) + 1))
         shown.insert(rank, self.passages[query.needs])
         return [Hit(p, 1.0 - 0.1 * i) for i, p in enumerate(shown[:k])]
-
-    @lru_cache(maxsize=100_000)  # noqa: B019 - a scene lives as long as its cache is of use
-    def _keys(self, index: int) -> tuple[str, ...]:
-        return tuple(p.id for p in passages_of(index, self.facts.entities[index]))
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 def think(findings: tuple[tuple[str, str], ...]) -> str:
