@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from psearch_jax.config import Config, RetrievalConfig
+from psearch_jax.config import Config, ModelConfig, RetrievalConfig
 from psearch_jax.errors import UserError
-from psearch_jax.models.decoder import DecoderConfig
-from psearch_jax.models.weights import load_hf_directory
+from psearch_jax.mesh import Layout
+from psearch_jax.models import gguf_files
+from psearch_jax.models.decoder import abstract_params, init_adapters
+from psearch_jax.models.decoder_config import DecoderConfig, on_mesh
+from psearch_jax.models.gguf_tokenizer import read_tokenizer
+from psearch_jax.models.lora import LoraSpec, join
+from psearch_jax.models.weights import check_vocabulary, load_hf_directory, read_config, read_json
 from psearch_jax.questions.world import embedded_directory
 from psearch_jax.retrieval.corpus import read_corpus
 from psearch_jax.retrieval.searcher import NoSearcher, SearchBackend, open_searcher
@@ -32,6 +39,7 @@ class Policy:
     graphdef: nnx.GraphDef
     params: nnx.State
     tokenizer: Any
+    generation: Mapping[str, Any] | None = None  # its generation_config.json
 
 
 def keep_compiled_programs(config: Config) -> None:
@@ -41,19 +49,38 @@ def keep_compiled_programs(config: Config) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def open_policy(source: str) -> Policy:
-    """Read a Hugging Face directory with weights and tokenizer, or the package's own for `embedded`.
+def open_policy(source: str, *, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Policy:
+    """Read a policy with its tokenizer; parameters come out in `dtype`, born on the mesh if there is one.
+
+    source: a Hugging Face directory, a .gguf file, the name of a policy that an installed package carries
+    (`gguf_files.PACKAGED`), or `embedded` for the package's own.
 
     Raises:
-      UserError: the directory or its tokenizer is missing or unreadable.
+      UserError: files are missing or unreadable, or do not fit together.
     """
+    if source in gguf_files.PACKAGED or source.endswith(".gguf"):
+        return _open_gguf(source, dtype, mesh)
+    return _open_hf(source, dtype, mesh)
+
+
+def _open_gguf(source: str, dtype: Any, mesh: Mesh | None) -> Policy:
+    path = gguf_files.packaged_file(source) if source in gguf_files.PACKAGED else Path(source)
+    file = gguf_files.read_gguf(path)
+    tokenizer = read_tokenizer(file.metadata, path)
+    check_vocabulary(file.values["vocab_size"], tokenizer, source)
+    config, graphdef, params = gguf_files.load_gguf(file, dtype, mesh)
+    return Policy(config=config, graphdef=graphdef, params=params, tokenizer=tokenizer)
+
+
+def _open_hf(source: str, dtype: Any, mesh: Mesh | None) -> Policy:
     directory = EMBEDDED_POLICY if source == "embedded" else Path(source)
     if not (directory / "config.json").is_file():
         raise UserError(
-            f"policy {source!r}: there is no config.json in {directory}; give a Hugging Face directory, or "
-            "make one with `psearch sft configs/embedded/warm_start.yaml`."
+            f"policy {source!r}: there is no config.json in {directory}; give a Hugging Face directory, a .gguf "
+            f"file, one of {', '.join(gguf_files.PACKAGED)}, or make a policy with `psearch sft "
+            "configs/embedded/warm_start.yaml`."
         )
-    config, graphdef, params = load_hf_directory(directory)
+    config = read_config(directory)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except (OSError, ValueError) as error:
@@ -61,7 +88,40 @@ def open_policy(source: str) -> Policy:
         raise UserError(
             f"policy {source!r}: its tokenizer cannot be read ({reason}); {directory} needs a tokenizer.json."
         ) from error
-    return Policy(config=config, graphdef=graphdef, params=params, tokenizer=tokenizer)
+    check_vocabulary(config.vocab_size, tokenizer, source)
+    config, graphdef, params = load_hf_directory(directory, dtype, mesh)
+    generation = directory / "generation_config.json"
+    return Policy(
+        config=config,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=tokenizer,
+        generation=read_json(generation) if generation.is_file() else None,
+    )
+
+
+def lay_out(policy: Policy, config: Config, mesh: Mesh | None) -> Policy:
+    """The policy as a recipe trains and plays it: on its mesh, with the adapters that `model.lora_rank` asks for.
+
+    Raises:
+      UserError: sizes that the mesh does not divide, or adapters that cannot be.
+    """
+    decoder = on_mesh(replace(policy.config, lora=lora_spec(config.model)), Layout(mesh))
+    graphdef, _ = abstract_params(decoder)
+    params = policy.params
+    if decoder.lora is not None:
+        fresh = init_adapters(decoder, jax.random.key(config.trainer.seed))
+        params = join(fresh, params)
+    return replace(policy, config=decoder, graphdef=graphdef, params=params)
+
+
+def lora_spec(model: ModelConfig) -> LoraSpec | None:
+    """The adapters that a recipe asks for."""
+    if not model.lora_rank:
+        return None
+    return LoraSpec(
+        rank=model.lora_rank, alpha=model.lora_alpha, projections=model.lora_projections
+    )
 
 
 def open_backend(
@@ -77,8 +137,10 @@ def open_backend(
     return open_searcher(config, read_corpus(path), progress)
 
 
-def open_engine(config: Config, policy: Policy, backend: SearchBackend) -> Engine:
-    """A rollout engine for the policy."""
+def open_engine(
+    config: Config, policy: Policy, backend: SearchBackend, mesh: Mesh | None = None
+) -> Engine:
+    """A rollout engine for the policy, on the first device unless a mesh is given."""
     return Engine(
         policy.graphdef,
         policy.config,
@@ -87,4 +149,5 @@ def open_engine(config: Config, policy: Policy, backend: SearchBackend) -> Engin
         backend,
         config.rollout,
         retries=config.retrieval.retries,
+        mesh=mesh,
     )

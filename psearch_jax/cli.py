@@ -148,6 +148,17 @@ def index(sources: tuple[str, ...]) -> None:
 
 @cli.command()
 @_recipe
+@click.option("--topology", default="", metavar="NAME", help="A TPU slice: v5p:4x4x2 or v5p-64.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+def plan(sources: tuple[str, ...], topology: str, as_json: bool) -> None:
+    """Say whether a recipe fits a TPU slice, and how fast; needs no TPU."""
+    from psearch_jax import plan_report as room
+
+    room.run(_resolve(sources)[0], topology, json=as_json)
+
+
+@cli.command()
+@_recipe
 def sft(sources: tuple[str, ...]) -> None:
     """Train a policy on scripted episodes (the warm start)."""
     from psearch_jax.learning import supervised
@@ -192,6 +203,32 @@ def ask(question: str, sources: tuple[str, ...], as_json: bool) -> None:
     from psearch_jax import ask as room
 
     room.run(_resolve(sources)[0], question, json=as_json)
+
+
+@cli.command()
+@_recipe
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The directory to write; it must be new or empty.",
+)
+@click.option("--checkpoint", type=int, help="A step of the run; default: the newest.")
+@click.option("--peft", is_flag=True, help="Write the adapters alone, in PEFT's format.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    help="How numbers are stored; default: bfloat16, adapters float32.",
+)
+def export(
+    sources: tuple[str, ...], target: Path, checkpoint: int | None, peft: bool, dtype: str | None
+) -> None:
+    """Write a trained policy as a Hugging Face directory."""
+    from psearch_jax import export as room
+
+    resolved, _ = _resolve(sources)
+    click.echo(room.run(resolved, target, checkpoint=checkpoint, peft=peft, dtype=dtype))
 
 
 @cli.command()

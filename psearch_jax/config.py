@@ -16,6 +16,7 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class RetrievalConfig:
 
     corpus: str = "embedded"  # a FlashRAG corpus .jsonl or `embedded`
     encoder: str = "all-MiniLM-L6-v2"  # a directory, or this name for the packaged model
+    encoder_architecture: str = ""  # as `architecture`, of the encoder
     embed: str = "text"  # what is embedded of a passage: "text" or "contents" (with its title)
     # A regular expression; what it matches is not embedded. Here the numbers of the embedded world: no query holds
     # one, and without them "Lyon" is found before "Lyon 06".
@@ -41,33 +43,56 @@ class RetrievalConfig:
     cache_size: int = 65536  # LRU entries (query, k)
     retries: int = 2  # after a failed search
     embed_batch_tokens: int = 2048
+    # How the encoder is used. "auto": what its files say, else what is known of its family. An empty prefix: none.
+    pooling: str = "auto"  # "auto", "mean" or "cls"
+    query_prefix: str = "auto"  # written before every query
+    passage_prefix: str = "auto"  # written before every passage
+    encoder_dtype: str = "float32"  # what the encoder computes in
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolConfig:
-    """How an episode is written: tags, separator, rendering, limits."""
+    """How an episode is written: tags, queries, rendering, limits. The published systems': configs/protocols/."""
 
     name: str = "embedded"
     think: tuple[str, str] = ("<think>", "</think>")
     search: tuple[str, str] = ("<search>", "</search>")
     information: tuple[str, str] = ("<information>", "</information>")
     answer: tuple[str, str] = ("<answer>", "</answer>")
-    separator: str = "##"  # empty: a search holds one query
+    # Which opening tag counts where several stand before the closing one: the "last" or the "first".
+    opening: str = "last"
+    # "text": queries with separators between them; "tool_call": a JSON object with the tool's name and arguments
+    query_form: str = "text"
+    separator: str = "##"  # of the form "text"; empty: a search holds one query
+    tool_name: str = "search"  # of the form "tool_call"
+    tool_argument: str = "query_list"  # the argument that holds the list of queries
+    answer_form: str = "whole"  # all that the answer tags hold, or "boxed": their last \boxed{…}
+    format: str = "strict"  # when an episode is well formed: "strict" or "paired"
     prompt: str = "{question}\n"
+    prompt_file: str = ""  # a text file that replaces `prompt`
+    prompt_column: str = ""  # of a question's metadata: its own prompt, which replaces both
+    chat: bool = False  # the prompt goes through the tokenizer's chat template
     attributed: bool = True  # results say which sub-query they answer
-    label: str = "{query_number}:"  # written before the passages of a sub-query when attributed
-    passage: str = "{text}"  # fields: title, text, number
+    # Written before the passages of a sub-query when attributed; fields: query_number, query.
+    label: str = "{query_number}:"
+    passage: str = "{text}"  # fields: title, text, number, contents (the title in quotes, a line break, the text)
+    passage_separator: str = "\n"
+    results_end: str = "\n"  # between the last passage and the closing tag
     no_results: str = "none"
-    feedback: str = "?\n"  # appended after a turn that neither searches nor answers
+    # Appended after a turn that neither searches nor answers. Empty: such a turn goes on instead.
+    feedback: str = "?\n"
+    feedback_always: bool = False  # also after a turn that meets an end token or its token limit
+    last_turn: str = ""  # written before the turn that can only answer
     before_information: str = ""
     after_information: str = ""
-    max_search_turns: int = 4
+    max_search_turns: int = 4  # afterwards one turn is left, which can only answer
     max_subqueries: int = 4
     top_k: int = 3
     observation_tokens: int = (
         200  # retrieved text of one turn, shared fairly between its sub-queries
     )
     turn_tokens: int = 64  # policy tokens of one turn
+    response_tokens: int = 0  # of an episode after its prompt, results included; 0: as many as fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +113,9 @@ class RolloutConfig:
     decode_block: int = 16  # decoding steps of one device call at most
     append_buckets: tuple[int, ...] = (32, 64, 128, 256)
     window_buckets: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
-    dtype: str = "float32"
+    dtype: str = (
+        "auto"  # of computation and cache; "auto": bfloat16 on accelerators, float32 on CPU
+    )
     append_rows: int = (
         0  # slots whose prompts or observations one device call appends; 0: an eighth of them
     )
@@ -98,18 +125,96 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """What `psearch plan` plans for; a run takes the devices that it finds."""
+
+    topology: str = ""  # a TPU slice: v5p:2x2x4 or v5p-32; empty where it is not one
+    # Of a host that is not a TPU, for which there is arithmetic and no compiler:
+    devices: int = 0
+    memory_gib: float = 0.0  # of one device, usable
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """How the policy is held and computed in training. Optimiser states and adapters are always float32."""
+
+    param_dtype: str = (
+        "float32"  # of the parameters; bfloat16 halves those that adapters leave frozen
+    )
+    compute_dtype: str = "auto"  # bfloat16 on accelerators, float32 on CPU
+    remat: str = (
+        "none"  # what the backward pass finds: "none" (all kept), "dots" or "full" (all recomputed)
+    )
+    attention: str = (
+        "auto"  # "plain", "dot_product", "splash", or "auto": splash on TPU where it can
+    )
+    lora_rank: int = 0  # 0: no adapters, every parameter trains
+    lora_alpha: float = 32.0
+    lora_projections: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardParts:
+    """Weights of the rewards that `reward.name: composed` adds up; 0 leaves one out."""
+
+    exact_match: float = 0.0
+    f1: float = 0.0
+    substring: float = 0.0
+    format: float = 0.0
+    search_r1_format: float = 0.0
+    research: float = 0.0
+    research_paper: float = 0.0
+    parallel_search: float = 0.0
+    parallel_search_paper: float = 0.0
+    gated: float = 0.0
+    gain: float = 0.0
+    judge: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """A language model that compares answers, behind an OpenAI-compatible endpoint."""
+
+    endpoint: str = ""  # as in http://host:8000/v1
+    model: str = ""  # its name there
+    key_variable: str = ""  # the environment variable that holds the key; empty: no key is sent
+    cache: str = "runs/judge.sqlite"  # judgements are kept here; empty: nowhere
+    timeout: float = 30.0  # seconds of one call
+    retries: int = 2  # after a failed call
+    concurrency: int = 8  # calls at one time
+    reply_tokens: int = 256
+    give_up_after: int = 8  # failures in a row after which no more of a batch are tried
+    fallback: float = 0.0  # what an answer is worth that could not be judged
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """name: "exact_match" (Search-R1), "parallel_search" (as released) or "gated"."""
+    """How an episode is judged, by name.
+
+    "exact_match" (Search-R1), "f1", "substring", "format" (1 if well formed), "search_r1_format", "research" (as its
+    code has it), "research_paper" (its formula), "parallel_search" (as released), "parallel_search_paper" (its
+    formula), "gated", "gain", "judge", or "composed": the weighted sum of `parts`.
+    """
 
     name: str = "exact_match"
     lambda_decomposition: float = 0.15
     alpha_decomposition: float = 3.0
     lambda_search: float = 0.35
     lambda_format: float = 0.1
+    # Right and well formed, right only, well formed only, neither, no answer.
+    search_r1_scores: tuple[float, float, float, float, float] = (1.0, 0.8, 0.2, 0.1, 0.0)
+    research_format: float = 0.1  # for a well-formed answer that shares no word with a gold one
     gated_turns: float = 0.3  # weight of the turn rank within the group, right answers only
     gated_subqueries: float = (
         0.1  # weight of the sub-query rank within the group, right answers only
     )
+    gain_weight: float = 0.4  # of the share of the gold evidence that single sub-queries brought in
+    gain_waste: float = 0.2  # that duplicates and empty fan-out cost at most
+    parts: RewardParts = field(default_factory=RewardParts)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +234,44 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """GRPO: group advantages, clipped loss over policy tokens, optional KL to the starting policy."""
+    """How the policy changes: advantage, loss and what the loss is the mean over, by name."""
 
+    # "grpo" (against the group's mean), "rloo" (against the other members' mean), "reinforce" (against the batch's
+    # mean) or "gae" (against a critic's values).
     advantage: str = "grpo"
-    normalize_std: bool = True
+    normalize_std: bool = True  # divide by the std of the group; reinforce, gae: of the batch
+    gamma: float = 1.0  # of gae, from policy token to policy token
+    gae_lambda: float = 1.0
+    value_clip: float = 0.5  # how far the critic moves from its values at the rollout; 0: no bound
+    critic_learning_rate: float = 1e-5
+    critic_warmup_steps: int = 0
+    # "clipped" (PPO), "gspo" (one ratio a sequence) or "cispo" (clipped weights, no token silenced).
+    loss: str = "clipped"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl_coefficient: float = 0.0  # k3 in the loss; 0 keeps no reference parameters in memory
+    clip_dual: float = 0.0  # the loss of a bad advantage is at most this many times it; 0: no bound
+    kl_coefficient: float = 0.0  # 0 keeps no reference parameters in memory
+    kl_estimator: str = "k3"  # "k1", "k2" or "k3"
+    kl_place: str = "loss"  # "loss" or "reward"
+    kl_target: float = 0.0  # nats a token that the coefficient is adapted to; 0: it stays
+    kl_horizon: float = 10000.0  # episodes in which an adapted coefficient changes by 20 %
     entropy_coefficient: float = 0.0
+    # Whose log-probabilities the ratio is taken against: the "rollout"'s or the "trainer"'s own of the same policy.
+    old_logprobs: str = "rollout"
+    # Weights trainer / rollout on the advantages where old_logprobs is trainer: "none", "token" or "sequence".
+    correction: str = "none"
+    correction_cap: float = 2.0  # the largest weight; 0: any
+    correction_low: float = 0.0  # a smaller ratio counts nothing; 0: no bound
+    correction_high: float = 0.0  # a larger ratio counts nothing; 0: no bound
     minibatches: int = 1  # optimiser steps a rollout batch
-    aggregation: str = "token_mean"
+    aggregation: str = "token_mean"  # or "sequence_mean" or "fixed_length"
+    fixed_length: int = 0  # policy tokens that an episode counts as, of fixed_length
+    overlong_filter: bool = False  # episodes cut off by a budget or the context teach nothing
+    overlong_buffer: int = (
+        0  # in the last tokens of rollout.context the reward falls; 0: it does not
+    )
+    overlong_penalty: float = 1.0  # by how much at the end of the context
+    refill_rounds: int = 0  # rounds of new questions in place of groups without spread
     row_length: int = 512  # packed rows
     micro_rows: int = 16  # rows of one micro-batch
     logprob_chunk: int = 1024  # tokens whose logits exist at one time
@@ -212,8 +345,14 @@ class Config:
 
     run_directory: str = "runs/default"
     policy: str = "embedded"  # a Hugging Face directory, or the policy that the package ships
-    compile_cache: str = "runs/compiled"  # compiled programs are kept here; empty: nowhere
+    # A Hugging Face config.json: what `psearch plan` goes by where the policy's directory is not there.
+    architecture: str = ""
+    compile_cache: str = (
+        "runs/compiled"  # compiled programs and plans are kept here; empty: nowhere
+    )
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
+from urllib.parse import urlsplit
 
-from psearch_jax.config import Config
+from psearch_jax.config import AlgorithmConfig, Config, RewardConfig, RewardParts
 from psearch_jax.errors import UserError
 from psearch_jax.questions.question import KINDS
 
@@ -15,24 +17,48 @@ from psearch_jax.questions.question import KINDS
 CHOICES: dict[str, tuple[str, ...]] = {
     "retrieval.embed": ("text", "contents"),
     "retrieval.kind": ("scann", "exact", "none"),
-    "rollout.dtype": ("float32", "bfloat16"),
-    "reward.name": ("exact_match", "parallel_search", "gated"),
+    "retrieval.pooling": ("auto", "mean", "cls"),
+    "retrieval.encoder_dtype": ("float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.compute_dtype": ("auto", "float32", "bfloat16"),
+    "model.remat": ("none", "dots", "full"),
+    "model.attention": ("auto", "plain", "dot_product", "splash"),
+    "rollout.dtype": ("auto", "float32", "bfloat16"),
+    "protocol.opening": ("last", "first"),
+    "protocol.query_form": ("text", "tool_call"),
+    "protocol.answer_form": ("whole", "boxed"),
+    "protocol.format": ("strict", "paired"),
+    "reward.name": (*(field.name for field in fields(RewardParts)), "composed"),
     "optimizer.name": ("adam", "muon"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
-    "algorithm.advantage": ("grpo",),
-    "algorithm.aggregation": ("token_mean",),
+    "algorithm.advantage": ("grpo", "rloo", "reinforce", "gae"),
+    "algorithm.loss": ("clipped", "gspo", "cispo"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.kl_place": ("loss", "reward"),
+    "algorithm.old_logprobs": ("rollout", "trainer"),
+    "algorithm.correction": ("none", "token", "sequence"),
+    "algorithm.aggregation": ("token_mean", "sequence_mean", "fixed_length"),
     "evaluation.split": ("train", "dev", "test"),
 }
 
 #: Settings that must be above zero. Every other number may be zero, and only `ANY_SIGN` below it.
 ABOVE_ZERO = frozenset(
     (
-        *("mesh.fsdp", "mesh.tensor", "retrieval.embed_batch_tokens"),
+        *(
+            "mesh.fsdp",
+            "mesh.tensor",
+            "mesh.sequence",
+            "model.lora_alpha",
+            "retrieval.embed_batch_tokens",
+        ),
         *("protocol.max_subqueries", "protocol.top_k", "protocol.observation_tokens"),
+        *("reward.judge.timeout", "reward.judge.concurrency", "reward.judge.reply_tokens"),
+        *("reward.judge.give_up_after",),
         *("protocol.turn_tokens", "sampling.top_p", "rollout.slots", "rollout.context"),
         *("rollout.decode_block", "optimizer.learning_rate", "optimizer.adam_learning_rate"),
         *("algorithm.minibatches", "algorithm.row_length", "algorithm.micro_rows"),
         *("algorithm.logprob_chunk", "trainer.questions_per_step", "trainer.group_size"),
+        *("algorithm.critic_learning_rate", "algorithm.kl_horizon"),
         *("trainer.checkpoint_every", "trainer.keep", "supervised.rows_per_step"),
         *("supervised.row_length", "supervised.micro_rows", "supervised.checkpoint_every"),
         *("supervised.keep", "supervised.check_every", "supervised.steps_per_world"),
@@ -47,6 +73,8 @@ ANY_SIGN = frozenset(("mesh.data",))
 SHARES = frozenset(
     (
         *("sampling.top_p", "optimizer.b1", "optimizer.b2", "algorithm.clip_low"),
+        *("algorithm.gamma", "algorithm.gae_lambda", "algorithm.correction_low"),
+        *("reward.judge.fallback",),
         *("supervised.real_share", "supervised.drill_share", "supervised.drill_shared"),
     )
 )
@@ -90,8 +118,10 @@ def _impossible(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """(keys, sentence) of each combination that cannot work."""
     yield from _impossible_shapes(config)
     yield from _impossible_training(config)
+    yield from _impossible_algorithm(config)
     yield from _impossible_supervised(config)
     yield from _impossible_protocol(config)
+    yield from _impossible_reward(config)
 
 
 def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -129,11 +159,17 @@ def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _impossible_training(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     trainer, algorithm = config.trainer, config.algorithm
-    if algorithm.advantage == "grpo" and trainer.group_size < 2:
+    if config.model.param_dtype != "float32" and not config.model.lora_rank:
+        yield (
+            ("model.param_dtype", "model.lora_rank"),
+            "model.param_dtype=bfloat16 is for parameters that adapters leave frozen: an update of the size of a "
+            "learning rate is lost in it; set model.lora_rank, or use float32",
+        )
+    if algorithm.advantage in ("grpo", "rloo") and trainer.group_size < 2:
         yield (
             ("trainer.group_size", "algorithm.advantage"),
-            f"trainer.group_size={trainer.group_size}, but algorithm.advantage=grpo compares the members "
-            f"of a group: use 2 or more",
+            f"trainer.group_size={trainer.group_size}, but algorithm.advantage={algorithm.advantage} compares the "
+            f"members of a group: use 2 or more",
         )
     episodes = trainer.questions_per_step * trainer.group_size
     if episodes % algorithm.minibatches:
@@ -162,6 +198,68 @@ def _impossible_training(config: Config) -> Iterator[tuple[tuple[str, ...], str]
         )
 
 
+#: Settings that an algorithm reads only beside another → (that setting, the values of it that read them).
+_BESIDE: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("gamma", "gae_lambda", "value_clip"), ("advantage", ("gae",))),
+    **dict.fromkeys(("critic_learning_rate", "critic_warmup_steps"), ("advantage", ("gae",))),
+    "refill_rounds": ("advantage", ("grpo", "rloo")),
+    "clip_dual": ("loss", ("clipped", "gspo")),
+    "correction": ("old_logprobs", ("trainer",)),
+    **dict.fromkeys(
+        ("correction_cap", "correction_low", "correction_high"),
+        ("correction", ("token", "sequence")),
+    ),
+    "fixed_length": ("aggregation", ("fixed_length",)),
+    # Of a number, any but 0.
+    **dict.fromkeys(("kl_estimator", "kl_place", "kl_target"), ("kl_coefficient", ())),
+    "kl_horizon": ("kl_target", ()),
+    "overlong_penalty": ("overlong_buffer", ()),
+}
+
+
+def _impossible_algorithm(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """A setting that nothing reads beside the others, and bounds that contradict each other."""
+    algorithm, usual = config.algorithm, AlgorithmConfig()
+    for name, (other, values) in _BESIDE.items():
+        value, beside = getattr(algorithm, name), getattr(algorithm, other)
+        if value != getattr(usual, name) and not (beside in values if values else beside):
+            needed = f"{other}={' or '.join(values)}" if values else f"{other} above 0"
+            yield (
+                (f"algorithm.{name}", f"algorithm.{other}"),
+                f"algorithm.{name}={value} is read only beside algorithm.{needed}, and that is {beside}: change it, "
+                f"or remove algorithm.{name}",
+            )
+    if algorithm.advantage == "rloo" and algorithm.normalize_std:
+        yield (
+            ("algorithm.normalize_std", "algorithm.advantage"),
+            "algorithm.advantage=rloo divides by no standard deviation: set algorithm.normalize_std=false",
+        )
+    if 0 < algorithm.clip_dual <= 1 + algorithm.clip_high:
+        yield (
+            ("algorithm.clip_dual", "algorithm.clip_high"),
+            f"algorithm.clip_dual={algorithm.clip_dual} must be above 1 + algorithm.clip_high="
+            f"{1 + algorithm.clip_high}, where the usual clip acts (3 is usual), or 0 for none",
+        )
+    if 0 < algorithm.correction_high < 1:
+        yield (
+            ("algorithm.correction_high",),
+            f"algorithm.correction_high={algorithm.correction_high} would leave out tokens on which rollout and "
+            "trainer agree, whose ratio is 1: set it above 1, or 0 for no bound",
+        )
+    if algorithm.aggregation == "fixed_length" and not algorithm.fixed_length:
+        yield (
+            ("algorithm.aggregation", "algorithm.fixed_length"),
+            "algorithm.aggregation=fixed_length divides by algorithm.fixed_length, which is 0: set it, to the most "
+            "policy tokens of an episode for instance",
+        )
+    if algorithm.overlong_buffer >= config.rollout.context:
+        yield (
+            ("algorithm.overlong_buffer", "rollout.context"),
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} leaves no length without a penalty in "
+            f"rollout.context={config.rollout.context}: make it smaller",
+        )
+
+
 def _impossible_supervised(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     settings, sizes = config.supervised, config.supervised.architecture
     if sizes.num_heads % sizes.num_kv_heads:
@@ -181,22 +279,36 @@ def _impossible_supervised(config: Config) -> Iterator[tuple[tuple[str, ...], st
 def _impossible_protocol(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     protocol = config.protocol
     names = ("think", "search", "information", "answer")
-    tags = [tag for name in names for tag in getattr(protocol, name)]
+    tags = [tag.strip() for name in names for tag in getattr(protocol, name)]
     if "" in tags or len(set(tags)) < len(tags):
         yield (
             tuple(f"protocol.{name}" for name in names),
             f"the protocol's tags must be eight different texts, not {tags}",
         )
-    if not protocol.separator and protocol.max_subqueries > 1:
+    if protocol.query_form == "text" and not protocol.separator and protocol.max_subqueries > 1:
         yield (
             ("protocol.separator", "protocol.max_subqueries"),
             f"protocol.separator is empty, so a search holds one query, but protocol.max_subqueries is "
             f"{protocol.max_subqueries}: set it to 1 or name a separator",
         )
+    if protocol.feedback_always and not protocol.feedback:
+        yield (
+            ("protocol.feedback_always", "protocol.feedback"),
+            "protocol.feedback_always has nothing to say: protocol.feedback is empty; write one, or set it to false",
+        )
+    if "{question}" not in protocol.prompt:
+        yield (
+            ("protocol.prompt",),
+            f"protocol.prompt is {protocol.prompt!r}, but its fields are {{question}}, which must stand in it",
+        )
+    if protocol.prompt_file and protocol.prompt_column:
+        yield (
+            ("protocol.prompt_file", "protocol.prompt_column"),
+            "protocol.prompt_file and protocol.prompt_column both replace the prompt: leave one of them empty",
+        )
     for name, allowed, needed in (
-        ("prompt", {"question"}, {"question"}),
         ("label", {"query_number", "query"}, set()),
-        ("passage", {"title", "text", "number"}, {"text"}),
+        ("passage", {"title", "text", "number", "contents"}, {"text", "contents"}),
     ):
         pattern = getattr(protocol, name)
         try:
@@ -206,9 +318,68 @@ def _impossible_protocol(config: Config) -> Iterator[tuple[tuple[str, ...], str]
         except ValueError as error:
             yield (f"protocol.{name}",), f"protocol.{name} is not a format text: {error}"
             continue
-        if not needed <= used <= allowed:
+        if not used <= allowed or (needed and not used & needed):
             yield (
                 (f"protocol.{name}",),
                 f"protocol.{name} is {pattern!r}, but its fields are "
-                f"{', '.join('{' + field + '}' for field in sorted(allowed))}",
+                f"{', '.join('{' + field + '}' for field in sorted(allowed))}"
+                + (f", one of {' and '.join(sorted(needed))} among them" if needed else ""),
             )
+
+
+#: Settings that only some rewards read → those rewards.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "lambda_decomposition": ("parallel_search", "parallel_search_paper"),
+    "alpha_decomposition": ("parallel_search", "parallel_search_paper"),
+    "lambda_search": ("parallel_search", "parallel_search_paper"),
+    "lambda_format": ("parallel_search", "parallel_search_paper"),
+    "search_r1_scores": ("search_r1_format",),
+    "research_format": ("research", "research_paper"),
+    "gated_turns": ("gated",),
+    "gated_subqueries": ("gated",),
+    "gain_weight": ("gain",),
+    "gain_waste": ("gain",),
+}
+
+
+def _impossible_reward(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """A reward that adds up nothing, a setting that no chosen reward reads, a judge that cannot be reached."""
+    reward, usual = config.reward, RewardConfig()
+    weighted = [part.name for part in fields(RewardParts) if getattr(reward.parts, part.name)]
+    if reward.name == "composed" and not weighted:
+        yield (
+            ("reward.name",),
+            "reward.name=composed adds up reward.parts, but each of them has weight 0: give one a weight, as in "
+            "reward.parts.exact_match=1.0",
+        )
+    if reward.name != "composed" and weighted:
+        yield (
+            ("reward.name", f"reward.parts.{weighted[0]}"),
+            f"reward.parts.{weighted[0]} has a weight, but reward.name={reward.name} does not read the parts: set "
+            "reward.name=composed, or remove the weight",
+        )
+    chosen = set(weighted) if reward.name == "composed" else {reward.name}
+    for name, readers in _READ_BY.items():
+        if getattr(reward, name) != getattr(usual, name) and not chosen & set(readers):
+            yield (
+                (f"reward.{name}", "reward.name"),
+                f"reward.{name} is set, but only {' and '.join(readers)} read it: remove it, or choose such a reward",
+            )
+    if not all(map(math.isfinite, reward.search_r1_scores)):
+        yield (
+            ("reward.search_r1_scores",),
+            f"reward.search_r1_scores is {list(reward.search_r1_scores)}, but must be finite numbers",
+        )
+    judge = reward.judge
+    if judge.endpoint:
+        address = urlsplit(judge.endpoint)
+        if address.scheme not in ("http", "https") or not address.netloc or "@" in address.netloc:
+            yield (
+                ("reward.judge.endpoint",),
+                "reward.judge.endpoint must be an address like http://host:8000/v1, without a name or password in it",
+            )
+    if "judge" in chosen and not (judge.endpoint and judge.model):
+        yield (
+            ("reward.judge.endpoint", "reward.judge.model"),
+            "a judge needs reward.judge.endpoint and reward.judge.model: name both",
+        )

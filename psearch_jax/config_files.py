@@ -1,9 +1,9 @@
 """From YAML files and `key=value` overrides to a `Config`, and back to text (law 11).
 
 Files are merged from left to right, then overrides. A file may begin from another one with
-`base: other.yaml`, a path relative to itself. Each value remembers where it came from, and every error
-names the key and that place. YAML is read as version 1.2 has it: `3e-4` is a number, `no` is a word,
-`010` is text.
+`base: other.yaml`, a path relative to itself, or from several: `base: [one.yaml, two.yaml]`. Each value
+remembers where it came from, and every error names the key and that place. YAML is read as version 1.2 has
+it: `3e-4` is a number, `no` is a word, `010` is text.
 """
 
 from __future__ import annotations
@@ -190,9 +190,13 @@ def _read_file(path: Path, values: _Values, seen: set[Path], chain: tuple[Path, 
         _walk(root, "", path, found)
     base = found.pop("base", None)
     if base is not None:
-        if not isinstance(base[0], str) or not base[0]:
-            raise UserError(f"{base[1]}: base must be the path of one YAML file, not {base[0]!r}")
-        _read_file(path.parent / base[0], values, seen, (*chain, real))
+        bases = base[0] if isinstance(base[0], list) else [base[0]]
+        if not bases or not all(isinstance(name, str) and name for name in bases):
+            raise UserError(
+                f"{base[1]}: base must be the path of a YAML file, or a list of such paths, not {base[0]!r}"
+            )
+        for name in bases:
+            _read_file(path.parent / name, values, seen, (*chain, real))
     values.update(found)
 
 

@@ -155,7 +155,9 @@ class Demo:
             "closed_book",
             params,
             protocol=short,
-            prompts=lambda questions: closed_book_prompts(protocol, questions),
+            prompts=lambda questions: closed_book_prompts(
+                protocol, questions, self.policy.tokenizer
+            ),
         )
         self.score(
             "rag",
@@ -192,10 +194,10 @@ class Demo:
         save_hf_directory(
             directory / "policy",
             self.policy.config,
-            trainer.state.params,
+            trainer.params,
             tokenizer=self.policy.tokenizer,
         )
-        return trainer.state.params
+        return trainer.params
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """What `summary.json` holds."""

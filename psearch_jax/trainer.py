@@ -20,23 +20,30 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.assembly import keep_compiled_programs, open_backend, open_engine, open_policy
+from psearch_jax.assembly import (
+    keep_compiled_programs,
+    lay_out,
+    open_backend,
+    open_engine,
+    open_policy,
+)
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config, EvaluationConfig, SupervisedConfig
 from psearch_jax.config_files import config_hash
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.interruption import GracefulStop
-from psearch_jax.learning.advantages import group_advantages, zero_spread
-from psearch_jax.learning.batches import Batch, from_episode, pack, split
-from psearch_jax.learning.optimizers import make_optimizer
-from psearch_jax.learning.update import init_state, make_policy_update, place_batch
-from psearch_jax.mesh import make_mesh, param_shardings, row_shards
+from psearch_jax.learning.advantages import zero_spread
+from psearch_jax.learning.experience import shaped_rewards
+from psearch_jax.learning.learner import Learner
+from psearch_jax.learning.selection import choose_groups, questions_to_refill
+from psearch_jax.learning.update import TrainState
+from psearch_jax.mesh import make_mesh
 from psearch_jax.metrics_log import MetricsLog
 from psearch_jax.models.weights import save_hf_directory
 from psearch_jax.questions.question import Question
 from psearch_jax.questions.world import load_questions
-from psearch_jax.rewards.composition import score_group
+from psearch_jax.rewards.composition import Reward, score_groups
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode
 from psearch_jax.step_metrics import describe
@@ -54,7 +61,7 @@ def question_order(count: int, seed: int, first: int, wanted: int) -> list[int]:
 
 
 class Trainer:
-    """GRPO on an engine. Attributes that matter outside: `state` (params, optimiser), `done` (steps finished)."""
+    """A learner on an engine. Attributes that matter outside: `state` (params, optimiser), `done` (steps finished)."""
 
     def __init__(
         self,
@@ -66,7 +73,8 @@ class Trainer:
         mesh: Mesh | None = None,
     ) -> None:
         """Args:
-          params: the starting policy; copied, and the reference of the KL term where that is switched on.
+          params: the starting policy; copied, and the reference of the KL term where that is switched on. Where it
+            has adapters these alone train.
           questions: the training questions; `trainer.kinds` chooses among them.
           mesh: default: what `config.mesh` asks for.
 
@@ -85,34 +93,25 @@ class Trainer:
         # One device needs no placement; arrays that are not tied to a device keep the engine's programs
         # from being compiled a second time for arrays that are.
         self.mesh = mesh if mesh.size > 1 else None
-        algorithm = config.algorithm
-        updates = config.trainer.steps * algorithm.minibatches
-        optimizer = make_optimizer(config.optimizer, updates)
-        self.update = make_policy_update(
-            engine.graphdef,
-            optimizer,
-            self.mesh,
-            algorithm,
-            config.sampling,
-            dtype=jnp.dtype(config.rollout.dtype),
+        self.learner = Learner(
+            config, engine.graphdef, engine.config.hidden_size, params, self.mesh
         )
-        self.state = init_state(params, optimizer, self.mesh)
-        self.reference: tuple[nnx.State, ...] = ()
-        if algorithm.kl_coefficient > 0:
-            placed = jax.device_put(params, param_shardings(mesh, params)) if self.mesh else params
-            self.reference = (placed,)
-        # Enough rows for the longest episodes there can be: every step has the same shape (law 6), and
-        # micro-batches that stay empty are stepped over.
-        episodes = config.trainer.questions_per_step * config.trainer.group_size
-        needed = -(-episodes // max(1, algorithm.row_length // config.rollout.context))
-        shards = row_shards(mesh)
-        multiple = algorithm.minibatches * -(-algorithm.micro_rows // shards) * shards
-        self.rows = -(-needed // multiple) * multiple
         self.key = jax.random.key(config.trainer.seed)
         self.done, self.bad_batches, self.bad_in_a_row = 0, 0, 0
+        self.position = 0  # questions that were played, those of refills included
         self.checkpoints = Checkpointer(
             Path(config.run_directory) / "checkpoints", keep=config.trainer.keep
         )
+
+    @property
+    def state(self) -> TrainState:
+        """What the optimiser carries from step to step."""
+        return self.learner.state
+
+    @property
+    def params(self) -> nnx.State:
+        """The whole policy as it is now."""
+        return self.learner.params
 
     def step(self) -> dict[str, Any]:
         """One step; returns its metrics as host numbers.
@@ -120,80 +119,64 @@ class Trainer:
         Raises:
           UserError: `trainer.max_bad_batches` batches in a row were not finite.
         """
-        trainer, algorithm = self.config.trainer, self.config.algorithm
         clock = _Clock()
-
-        count = trainer.questions_per_step
-        order = question_order(len(self.questions), self.config.data.seed, self.done * count, count)
-        questions = [self.questions[i] for i in order]
-        episodes = self.engine.rollout(
-            self.state.params,
-            self.engine.requests(questions, trainer.group_size),
-            key=jax.random.fold_in(self.key, self.done),
-            sampling=self.config.sampling,
+        groups, rewards, rewards_GxM = self._play(clock)
+        flat_G = zero_spread(rewards_GxM)
+        chosen = choose_groups(flat_G, self.config.trainer.questions_per_step)
+        learned, applied = self.learner.learn(
+            [groups[g] for g in chosen], rewards_GxM[chosen], self.done + 1
         )
-        groups = [
-            episodes[i : i + trainer.group_size]
-            for i in range(0, len(episodes), trainer.group_size)
-        ]
-        clock.lap("rollout")
-
-        rewards = [
-            score_group(self.config.reward, self.config.protocol, group, question)
-            for group, question in zip(groups, questions, strict=True)
-        ]
-        rewards_GxM = np.array([[reward.total for reward in group] for group in rewards])
-        advantages_GxM = group_advantages(rewards_GxM, normalize_std=algorithm.normalize_std)
-        batches, denominator = self._batches(groups, advantages_GxM)
-        clock.lap("rewards")
-
-        learned = []
-        for batch in batches:
-            placed = place_batch(batch, self.mesh)
-            self.state, metrics = self.update(
-                self.state, placed, *self.reference, denominator=denominator
-            )
-            learned.append(jax.device_get(metrics))
-        self._count_bad(learned)
+        self._count_bad(applied)
         clock.lap("update")
 
         self.done += 1
-        flat = [reward for group in rewards for reward in group]
+        episodes = [episode for group in groups for episode in group]
         tokens = sum(len(episode.ids) for episode in episodes)
         return {
-            **describe(self.config.protocol, episodes, flat),
-            **_learning(learned),
+            **describe(self.config.protocol, episodes, rewards),
+            **learned,
+            "groups": len(groups),
             "group_spread": float(rewards_GxM.std(axis=1).mean()),
-            "zero_spread": float(zero_spread(rewards_GxM).mean()),
+            "zero_spread": float(flat_G.mean()),
             "bad_batches": self.bad_batches,
             "tokens_per_second": tokens / clock.total,
             "seconds": {**clock.laps, "total": clock.total},
         }
 
-    def _batches(
-        self, groups: Sequence[Sequence[Episode]], advantages_GxM: np.ndarray
-    ) -> tuple[list[Batch], float]:
-        """The minibatches, and the policy tokens that a minibatch's loss is the mean over.
+    def _play(self, clock: _Clock) -> tuple[list[Sequence[Episode]], list[Reward], np.ndarray]:
+        """Groups, the reward of each episode, and what is learned from [G, M]; played again with new questions
+        while groups without spread are to be replaced."""
+        trainer, algorithm = self.config.trainer, self.config.algorithm
+        wanted = trainer.questions_per_step
+        groups: list[Sequence[Episode]] = []
+        rewards: list[Reward] = []
+        count, rounds_left = wanted, algorithm.refill_rounds
+        while count:
+            order = question_order(len(self.questions), self.config.data.seed, self.position, count)
+            questions = [self.questions[i] for i in order]
+            episodes = self.engine.rollout(
+                self.params,
+                self.engine.requests(questions, trainer.group_size, first_group=len(groups)),
+                key=jax.random.fold_in(self.key, self.done),
+                sampling=self.config.sampling,
+            )
+            clock.lap("rollout")
+            starts = range(0, len(episodes), trainer.group_size)
+            new = [episodes[i : i + trainer.group_size] for i in starts]
+            scored = score_groups(self.config.reward, self.config.protocol, new, questions)
+            rewards += [reward for group in scored for reward in group]
+            groups += new
+            rewards_GxM = np.array([reward.total for reward in rewards]).reshape(len(groups), -1)
+            context = self.config.rollout.context
+            rewards_GxM = shaped_rewards(algorithm, rewards_GxM, groups, context)
+            self.position += count
+            count = questions_to_refill(zero_spread(rewards_GxM), wanted, rounds_left)
+            rounds_left -= 1
+            clock.lap("rewards")
+        return groups, rewards, rewards_GxM
 
-        A group without spread has advantage 0 throughout: unless there is a KL or entropy term, its gradient is
-        exactly 0 and it is left out of the computation, not out of the mean. Where no group has spread one is
-        scored all the same, for the gap to the rollout (law 9).
-        """
-        algorithm = self.config.algorithm
-        everything = algorithm.kl_coefficient > 0 or algorithm.entropy_coefficient > 0
-        every = [
-            from_episode(episode, float(advantage))
-            for group, advantages_M in zip(groups, advantages_GxM, strict=True)
-            for episode, advantage in zip(group, advantages_M, strict=True)
-        ]
-        kept = [sequence for sequence in every if everything or sequence.advantages != 0.0]
-        batch = pack(kept or every[: len(groups[0])], algorithm.row_length, self.rows)
-        policy_tokens = float(sum(np.sum(sequence.weights) for sequence in every))
-        return split(batch, algorithm.minibatches), max(policy_tokens, 1.0) / algorithm.minibatches
-
-    def _count_bad(self, learned: Sequence[Mapping[str, Any]]) -> None:
-        for metrics in learned:
-            good = metrics["applied"] > 0
+    def _count_bad(self, applied: Sequence[bool]) -> None:
+        for good in applied:
             self.bad_batches += not good
             self.bad_in_a_row = 0 if good else self.bad_in_a_row + 1
         limit = self.config.trainer.max_bad_batches
@@ -227,13 +210,14 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the steps that are done."""
-        extras = {
+        arrays, numbers = self.learner.saved()
+        extras = numbers | {
             "recipe": recipe_hash(self.config),
-            "position": self.done * self.config.trainer.questions_per_step,
+            "position": self.position,
             "bad_batches": self.bad_batches,
             "bad_in_a_row": self.bad_in_a_row,
         }
-        self.checkpoints.save(self.done, self.state, extras)
+        self.checkpoints.save(self.done, arrays, extras)
 
     def resume(self) -> bool:
         """Take up the newest checkpoint of this run directory, if there is one.
@@ -241,7 +225,7 @@ class Trainer:
         Raises:
           UserError: it was made by another recipe.
         """
-        restored = self.checkpoints.restore_latest(self.state)
+        restored = self.checkpoints.restore_latest(self.learner.saved()[0])
         if restored is None:
             return False
         if restored.extras["recipe"] != recipe_hash(self.config):
@@ -249,9 +233,8 @@ class Trainer:
                 f"{self.checkpoints.directory} holds a run of another recipe; choose another run_directory, or "
                 "delete that one to start anew."
             )
-        self.state, self.done = restored.state, restored.step
-        if self.mesh is None:
-            self.state = jax.tree.map(jnp.asarray, jax.device_get(restored.state))
+        self.learner.restore(restored.state, restored.extras)
+        self.done, self.position = restored.step, restored.extras["position"]
         self.bad_batches = restored.extras["bad_batches"]
         self.bad_in_a_row = restored.extras["bad_in_a_row"]
         return True
@@ -282,15 +265,21 @@ def train(config: Config) -> None:
     keep_compiled_programs(config)
     with Display() as display:
         display.phase("opening policy and index")
-        policy = open_policy(config.policy)
-        engine = open_engine(config, policy, open_backend(config.retrieval))
+        mesh = make_mesh(config.mesh)
+        policy = open_policy(
+            config.policy,
+            dtype=jnp.dtype(config.model.param_dtype),
+            mesh=mesh if mesh.size > 1 else None,
+        )
+        policy = lay_out(policy, config, mesh)
+        engine = open_engine(config, policy, open_backend(config.retrieval), mesh)
         questions = load_questions(config.data.questions, "train")
-        trainer = Trainer(config, engine, policy.params, questions)
+        trainer = Trainer(config, engine, policy.params, questions, mesh=mesh)
         resumed = trainer.resume()
         if resumed:
             display.note(f"going on after step {trainer.done}")
         display.phase("compiling")
-        engine.warm_up(trainer.state.params)
+        engine.warm_up(trainer.params)
         name, steps = Path(config.run_directory).name, config.trainer.steps
         with MetricsLog(
             config.run_directory, resumed_step=trainer.done if resumed else None
@@ -304,29 +293,9 @@ def train(config: Config) -> None:
         save_hf_directory(
             Path(config.run_directory) / "policy",
             policy.config,
-            trainer.state.params,
+            trainer.params,
             tokenizer=policy.tokenizer,
         )
-
-
-#: Metrics of an update that are means over its scored tokens.
-TOKEN_MEANS = ("ratio", "clip_fraction", "approx_kl", "entropy", "kl")
-
-
-def _learning(learned: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of a step's updates. Means over tokens stay means over all tokens, however few are in a
-    minibatch; counts are added up; the gap to the rollout is the first minibatch's alone (law 9)."""
-    weights = np.array([metrics["weight"] for metrics in learned], np.float64)
-    result = {}
-    for name in learned[0]:
-        values = np.array([metrics[name] for metrics in learned], np.float64)
-        if name in TOKEN_MEANS:
-            result[name] = float(np.average(values, weights=weights if weights.any() else None))
-        elif name in ("weight", "tokens"):
-            result[name] = float(np.sum(values))
-        else:
-            result[name] = float(values[0] if name in ("gap", "gap_max") else np.mean(values))
-    return result
 
 
 class _Clock:
@@ -338,7 +307,8 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
-        self.laps[name], self._last = now - self._last, now
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
 
     @property
     def total(self) -> float:

@@ -61,6 +61,14 @@ def test_a_base_comes_first_and_only_once(write):
     assert origins["trainer.keep"] == f"{base}:1"
 
 
+def test_several_bases_are_merged_in_order(write):
+    write("one.yaml", "trainer: {steps: 1, seed: 1}\n")
+    write("two.yaml", "trainer: {seed: 2, keep: 2}\n")
+    config, origins = resolve([write("a.yaml", "base: [one.yaml, two.yaml]\ntrainer: {keep: 3}\n")])
+    assert (config.trainer.steps, config.trainer.seed, config.trainer.keep) == (1, 2, 3)
+    assert origins["trainer.seed"].endswith("two.yaml:1")
+
+
 def test_a_circle_of_bases_is_an_error(write):
     write("a.yaml", "base: b.yaml\n")
     b = write("b.yaml", "base: a.yaml\n")
@@ -133,7 +141,8 @@ def test_override_values(override, value):
         ("trainer:\n  steps: {a: 1}\n", 2, "trainer.steps is a single value, but has keys below"),
         ("trainer: 3\n", 1, "trainer is a section"),
         ("trainer:\n  ? [a]\n  : 1\n", 2, "a key must be a plain word"),
-        ("base: [a]\n", 1, "base must be the path"),
+        ("base: [a, 1]\n", 1, "base must be the path"),
+        ("base: []\n", 1, "base must be the path"),
         ("- a\n", 1, "a configuration file is a list of"),
         ("trainer:\n  steps: [1\nreward:\n", 3, "not valid YAML"),
         ("trainer:\n\tsteps: 1\n", 2, "not valid YAML"),

@@ -117,7 +117,7 @@ def config(tmp_path, monkeypatch):
             for i in range(count):
                 row = question(str(i), [["b", "c"]], [["B", "C"]], unseen=i % 2 == 1)
                 file.write(json.dumps(question_row(row)) + "\n")
-    monkeypatch.setattr(searcher, "load_embedder", lambda name, batch_tokens: tiny_embedder())
+    monkeypatch.setattr(searcher, "load_embedder", lambda *given, **wanted: tiny_embedder())
     return Config(
         run_directory=str(tmp_path / "demo"),
         compile_cache="",

@@ -15,7 +15,10 @@ ORDER = (
     *("models", "retrieval", "questions"),
     *("config_checks", "config_files", "run_record", "metrics_log", "display"),
     *("rollout", "assembly", "rewards", "learning", "step_metrics", "evaluation"),
-    *("trainer", "ask", "demo", "cli", "__main__"),
+    *("trainer", "ask", "demo", "export"),
+    *("topologies", "program_costs", "hlo_text", "hlo_costs", "planned_recipe"),
+    *("planned_programs", "plan_figures", "plan_arithmetic", "planning", "plan_report"),
+    *("cli", "__main__"),
 )
 ROOMS = {"questions", "retrieval", "models", "rollout", "rewards", "learning", "evaluation"}
 ABOVE = {"configs", "launch", "benchmarks", "tests", "docs", "psearch_jax"}

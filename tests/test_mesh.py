@@ -1,10 +1,8 @@
 """The mesh on eight virtual devices."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from psearch_jax import mesh as mesh_lib
@@ -14,8 +12,13 @@ from psearch_jax.errors import UserError
 
 def test_data_takes_what_is_left():
     mesh = mesh_lib.make_mesh(MeshConfig(data=-1, fsdp=2, tensor=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert dict(mesh_lib.make_mesh(MeshConfig()).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1}
+    assert dict(mesh_lib.make_mesh(MeshConfig()).shape) == {
+        "data": 8,
+        "fsdp": 1,
+        "tensor": 1,
+        "sequence": 1,
+    }
 
 
 def test_a_part_of_the_devices():
@@ -47,36 +50,60 @@ def test_rows_lie_over_data_and_fsdp():
     assert {s.data.shape for s in whole.addressable_shards} == {(3,)}
 
 
+WIDTH = ("fsdp", "sequence")
+
+
 @pytest.mark.parametrize(
-    ("shape", "spec"),
+    ("path", "shape", "training", "rollout"),
     [
-        ((), PartitionSpec()),
-        ((512,), PartitionSpec()),
-        ((64, 128), PartitionSpec(("tensor",), ("fsdp",))),
-        ((128, 64), PartitionSpec(("fsdp",), ("tensor",))),
-        ((129, 64), PartitionSpec(None, ("fsdp",))),  # 129 is divisible by neither
-        ((129, 65), PartitionSpec(None, None)),
-        ((4, 6, 3), PartitionSpec(("fsdp",), ("tensor",), None)),  # 6 is not divisible by fsdp=4
+        (
+            "layers.0.mlp.up_proj.kernel",
+            (64, 128),
+            (WIDTH, ("tensor",)),
+            (None, ("fsdp", "tensor")),
+        ),
+        ("layers.mlp.down_proj.kernel", (3, 128, 64), (None, ("tensor",), WIDTH), None),
+        ("layers.self_attn.q_proj.kernel", (3, 64, 32), (None, WIDTH, ("tensor",)), None),
+        ("layers.self_attn.q_proj.bias", (3, 32), (None, ("tensor",)), None),
+        ("layers.0.self_attn.o_proj.lora_a", (32, 4), (("tensor",), None), None),
+        ("layers.0.self_attn.o_proj.lora_b", (4, 64), (None, WIDTH), None),
+        (
+            "embed_tokens.embedding",
+            (64, 8),
+            (None, ("fsdp", "tensor", "sequence")),
+            (("fsdp", "tensor"), None),
+        ),
+        ("layers.0.input_layernorm.scale", (64,), (None,), (None,)),
+        (
+            "opt_state[1].mu['['layers']['mlp']['up_proj']['kernel'].value']",
+            (3, 64, 128),
+            None,
+            None,
+        ),
+        ("step", (), (), ()),
     ],
 )
-def test_where_a_weight_lies(shape, spec):
+def test_where_a_parameter_lies(path, shape, training, rollout):
     mesh = mesh_lib.make_mesh(MeshConfig(fsdp=4, tensor=2))
-    assert mesh_lib.param_spec(mesh, shape) == spec
+    for phase, spec in (("training", training), ("rollout", rollout)):
+        got = mesh_lib.param_sharding(mesh, path, shape, phase).spec
+        if spec is not None:
+            assert got == PartitionSpec(*spec)
+        elif path.startswith("opt_state"):
+            assert got == mesh_lib.param_sharding(mesh, "up_proj.kernel", shape, phase).spec
 
 
-def test_shardings_of_a_module_keep_results():
-    """A sharded linear layer gives what one device gives, and each device holds an eighth."""
+def test_a_parameter_that_does_not_divide_says_what_would():
     mesh = mesh_lib.make_mesh(MeshConfig(fsdp=4, tensor=2))
-    graphdef, params = nnx.split(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+    with pytest.raises(
+        UserError,
+        match=r"the table_width dimension of embed_tokens.embedding is 12, which mesh.fsdp × mesh.tensor × "
+        r"mesh.sequence = 8 does not divide; use 1 or 2 or 3 or 4 or 6 or 12",
+    ):
+        mesh_lib.param_sharding(mesh, "embed_tokens.embedding", (8, 12))
 
-    def apply(params, x):
-        return nnx.merge(graphdef, params)(x)
 
-    shardings = mesh_lib.param_shardings(mesh, params)
-    rows = mesh_lib.batch_sharding(mesh)
-    sharded = jax.jit(apply, in_shardings=(shardings, rows), out_shardings=rows)
-    np.testing.assert_allclose(sharded(params, x), apply(params, x), rtol=1e-5, atol=1e-6)
-    placed = jax.device_put(params, shardings)
-    kernel = next(leaf for leaf in jax.tree.leaves(placed) if leaf.ndim == 2)
-    assert {s.data.size for s in kernel.addressable_shards} == {16 * 32 // 8}
+def test_two_logical_axes_on_one_mesh_axis_are_our_mistake():
+    layout = mesh_lib.Layout(mesh_lib.make_mesh(MeshConfig(fsdp=4, tensor=2)))
+    with pytest.raises(ValueError, match="meet on a mesh axis"):
+        layout.spec("heads", "mlp")

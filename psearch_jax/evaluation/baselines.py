@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from psearch_jax.config import ProtocolConfig
 from psearch_jax.questions.question import Question
 from psearch_jax.rollout.engine import Engine
-from psearch_jax.rollout.protocol import prompt_text, render_results
+from psearch_jax.rollout.prompts import prompt_text
+from psearch_jax.rollout.protocol import render_results
 
 #: What a closed-book episode starts with: the policy is told to answer from memory.
 RECALL = "recall"
@@ -23,15 +25,20 @@ def without_search(protocol: ProtocolConfig) -> ProtocolConfig:
     return dataclasses.replace(protocol, max_search_turns=0)
 
 
-def policy_prompts(protocol: ProtocolConfig, questions: Sequence[Question]) -> list[str]:
-    """The prompt that the policy was trained on."""
-    return [prompt_text(protocol, question.text) for question in questions]
+def policy_prompts(
+    protocol: ProtocolConfig, questions: Sequence[Question], tokenizer: Any = None
+) -> list[str]:
+    """The prompt that the policy was trained on; the tokenizer is needed where that is a chat."""
+    return [prompt_text(protocol, question, tokenizer) for question in questions]
 
 
-def closed_book_prompts(protocol: ProtocolConfig, questions: Sequence[Question]) -> list[str]:
+def closed_book_prompts(
+    protocol: ProtocolConfig, questions: Sequence[Question], tokenizer: Any = None
+) -> list[str]:
     """Answer from memory: the thinking is given, what follows can only be the answer."""
     opening, closing = protocol.think
-    return [f"{prompt}{opening}{RECALL}{closing}" for prompt in policy_prompts(protocol, questions)]
+    prompts = policy_prompts(protocol, questions, tokenizer)
+    return [f"{prompt}{opening}{RECALL}{closing}" for prompt in prompts]
 
 
 def rag_prompts(engine: Engine, questions: Sequence[Question]) -> list[str]:
@@ -52,6 +59,6 @@ def rag_prompts(engine: Engine, questions: Sequence[Question]) -> list[str]:
             reserved=engine.reserved,
         )
         for prompt, question, results in zip(
-            policy_prompts(protocol, questions), questions, found, strict=True
+            policy_prompts(protocol, questions, engine.tokenizer), questions, found, strict=True
         )
     ]

@@ -101,7 +101,7 @@ def evaluate(
         "protocol": _digest(dataclasses.asdict(protocol)),
         "questions": _digest([[q.id, q.text, list(q.golden_answers)] for q in questions]),
     }
-    texts = prompts(questions) if prompts else policy_prompts(protocol, questions)
+    texts = prompts(questions) if prompts else policy_prompts(protocol, questions, engine.tokenizer)
     settings["prompts"] = _digest(texts)
     path = rows_file(run_directory, name)
     _begin(path, settings, stale)

@@ -143,6 +143,19 @@ def pack(
     return batch
 
 
+def unpack(array_RxL: np.ndarray, sequences: Many[Sequence], row_length: int) -> list[np.ndarray]:
+    """What stands in an array at the tokens of each sequence of `pack(sequences, row_length, rows)`, [n] each."""
+    lengths = [len(sequence.ids) for sequence in sequences]
+    bins, _ = first_fit_decreasing(lengths, row_length, len(array_RxL))
+    found: dict[int, np.ndarray] = {}
+    for row, members in enumerate(bins):
+        start = 0
+        for member in members:
+            found[member] = np.asarray(array_RxL[row, start : start + lengths[member]])
+            start += lengths[member]
+    return [found[member] for member in range(len(sequences))]
+
+
 def split(batch: Batch, parts: int) -> list[Batch]:
     """Cut a batch into `parts` of equally many rows, dealing the rows out in turn.
 
@@ -152,3 +165,22 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be dealt out to {parts} minibatches.")
     return [Batch(*(array[part::parts] for array in batch)) for part in range(parts)]
+
+
+def micro_batch_rows(rows: int, micro_rows: int, shards: int = 1) -> int:
+    """Rows of a micro-batch: `micro_rows`, at most all, rounded up to a multiple of the row shards of the mesh."""
+    return -(-min(micro_rows, rows) // shards) * shards
+
+
+def padding_share(batches: Many[Batch], micro_rows: int, shards: int = 1) -> float:
+    """Padding among the tokens that an update computes; micro-batches without weights are stepped over."""
+    held = computed = 0
+    for batch in batches:
+        rows, length = batch.tokens_RxL.shape
+        step = micro_batch_rows(rows, micro_rows, shards)
+        for start in range(0, rows, step):
+            here = slice(start, start + step)
+            if np.any(batch.weights_RxL[here] > 0):
+                held += int(np.count_nonzero(batch.segments_RxL[here]))
+                computed += step * length
+    return 1.0 - held / computed if computed else 0.0

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from psearch_jax.learning.aggregation import segment_means
+from psearch_jax.mesh import NOWHERE, Layout
+
 
 class TokenScores(NamedTuple):
     """Per predicted token, aligned as in `Batch`; 0 where the token is not predicted."""
@@ -48,12 +51,14 @@ def token_scores(
     temperature: float = 1.0,
     chunk: int = 1024,
     entropy: str = "none",
+    layout: Layout = NOWHERE,
 ) -> TokenScores:
     """Log-probability (and entropy) of every predicted token; logits exist for `chunk` tokens at a time.
 
     The predicted positions of each row are moved to its front, a scan goes over groups of columns of all
     rows, and groups without a predicted position cost nothing. The backward pass recomputes the logits
-    of one group at a time (law 8). Rows stay rows, so a batch sharded over them needs no communication.
+    of one group at a time (law 8). On a mesh each device scores its own part of the vocabulary (where the table lies
+    anyway) for the rows of all devices that share the table: the hidden states of a group travel, the table does not.
 
     Args:
       hidden_RxLxD: hidden states after the final norm; position t − 1 predicts token t.
@@ -62,8 +67,12 @@ def token_scores(
       temperature: logits are divided by it before the softmax; > 0.
       chunk: tokens (over all rows) whose logits are in memory at one time.
       entropy: "none" (zeros), "metric" (no gradient flows through it) or "loss".
+      layout: where the arrays lie.
     """
     R, L, _ = hidden_RxLxD.shape
+    hidden_RxLxD = layout.constrain(hidden_RxLxD, "rows", None, None)
+    # Brought into place once, in float32: its gradient is summed over the groups, too.
+    unembedding_DxV = layout.constrain(unembedding_DxV, None, "vocab")
     # From "about token t" to "at the position that predicts it": one step to the left.
     targets_RxL = jnp.roll(tokens_RxL, -1, axis=1)
     active_RxL = jnp.roll(predicted_RxL.at[:, 0].set(False), -1, axis=1)
@@ -86,10 +95,11 @@ def token_scores(
     def score(hidden_RxCxD, targets_RxC, active_RxC):
         logits_RxCxV = jnp.einsum(
             "rcd,dv->rcv",
-            hidden_RxCxD,
-            unembedding_DxV.astype(hidden_RxCxD.dtype),
+            layout.constrain(hidden_RxCxD, "vocab_rows", None, None),
+            layout.constrain(unembedding_DxV.astype(hidden_RxCxD.dtype), None, "vocab"),
             preferred_element_type=jnp.float32,
         )
+        logits_RxCxV = layout.constrain(logits_RxCxV, "vocab_rows", None, "vocab")
         logits_RxCxV = logits_RxCxV / temperature if temperature != 1.0 else logits_RxCxV
         total_RxC = jax.nn.logsumexp(logits_RxCxV, axis=-1)
         chosen_RxC = jnp.sum(
@@ -153,12 +163,96 @@ def clipped_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    clip_dual: float = 0.0,
 ) -> Surrogate:
-    """−min(ρA, clip(ρ, 1 − low, 1 + high)A) with ρ = π/π_old (PPO, Schulman et al. 2017; two clips: DAPO)."""
+    """−min(ρA, clip(ρ, 1 − low, 1 + high)A) with ρ = π/π_old (PPO, Schulman et al. 2017; two clips: DAPO).
+
+    clip_dual: where A < 0 the loss is at most −dual · A (Ye et al. 2020), so that a token that has become likely
+    against a bad advantage does not dominate the batch; above 1 + high, or 0 for no such bound.
+    """
     ratio_RxL = jnp.exp(logprobs_RxL - old_logprobs_RxL)
+    return clipped(
+        ratio_RxL, advantages_RxL, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual
+    )
+
+
+def sequence_surrogate(
+    logprobs_RxL: Float[Array, "R L"],
+    old_logprobs_RxL: Float[Array, "R L"],
+    advantages_RxL: Float[Array, "R L"],
+    weights_RxL: Float[Array, "R L"],
+    segments_RxL: Int[Array, "R L"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float = 0.0,
+) -> Surrogate:
+    """GSPO (Zheng et al. 2025): the clipped surrogate with one ratio for all policy tokens of a sequence, the
+    geometric mean of theirs. Useful clips are a hundred times smaller than for single tokens."""
+    log_RxL = segment_means(logprobs_RxL - old_logprobs_RxL, weights_RxL, segments_RxL)
+    return clipped(
+        jnp.exp(log_RxL),
+        advantages_RxL,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
+    )
+
+
+def clipped(
+    ratio_RxL: Float[Array, "R L"],
+    advantages_RxL: Float[Array, "R L"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float,
+) -> Surrogate:
+    """The clipped surrogate of ratios, whatever they are ratios of. What is clipped has no gradient."""
     bounded_RxL = jnp.clip(ratio_RxL, 1.0 - clip_low, 1.0 + clip_high)
     free_RxL, held_RxL = ratio_RxL * advantages_RxL, bounded_RxL * advantages_RxL
-    return Surrogate(-jnp.minimum(free_RxL, held_RxL), ratio_RxL, held_RxL < free_RxL)
+    if clip_dual <= 0:
+        return Surrogate(-jnp.minimum(free_RxL, held_RxL), ratio_RxL, held_RxL < free_RxL)
+    gain_RxL = jnp.minimum(free_RxL, held_RxL)
+    floor_RxL = jnp.where(advantages_RxL < 0, clip_dual * advantages_RxL, -jnp.inf)
+    clipped_RxL = (held_RxL < free_RxL) | (gain_RxL < floor_RxL)
+    return Surrogate(-jnp.maximum(gain_RxL, floor_RxL), ratio_RxL, clipped_RxL)
+
+
+def clipped_weight(
+    logprobs_RxL: Float[Array, "R L"],
+    old_logprobs_RxL: Float[Array, "R L"],
+    advantages_RxL: Float[Array, "R L"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """CISPO (MiniMax-M1, 2025): −clip(ρ, 1 − low, 1 + high) A log π, where no gradient flows through the weight.
+
+    Clipping bounds what a token weighs and silences none. As published only the upper bound acts: low = 1.
+    """
+    ratio_RxL = jnp.exp(logprobs_RxL - old_logprobs_RxL)
+    weight_RxL = jax.lax.stop_gradient(jnp.clip(ratio_RxL, 1.0 - clip_low, 1.0 + clip_high))
+    loss_RxL = -weight_RxL * advantages_RxL * logprobs_RxL
+    return Surrogate(loss_RxL, ratio_RxL, weight_RxL != ratio_RxL)
+
+
+def value_loss(
+    values_RxL: Float[Array, "R L"],
+    old_values_RxL: Float[Array, "R L"],
+    returns_RxL: Float[Array, "R L"],
+    *,
+    clip: float,
+) -> tuple[Float[Array, "R L"], Bool[Array, "R L"]]:
+    """½ max((V − R)², (V′ − R)²) with V′ = V held within `clip` of the value at the time of the rollout (PPO).
+
+    clip: 0 for ½ (V − R)². Returns the loss and where it is the held value's, which has no gradient.
+    """
+    free_RxL = jnp.square(values_RxL - returns_RxL)
+    if clip <= 0:
+        return 0.5 * free_RxL, jnp.zeros(free_RxL.shape, bool)
+    near_RxL = old_values_RxL + jnp.clip(values_RxL - old_values_RxL, -clip, clip)
+    held_RxL = jnp.square(near_RxL - returns_RxL)
+    return 0.5 * jnp.maximum(free_RxL, held_RxL), held_RxL > free_RxL
 
 
 def kl_k3(

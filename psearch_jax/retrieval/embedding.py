@@ -3,13 +3,16 @@
 Passages go through `plan` and `run`: sorted by length, packed into batches of about `batch_tokens`
 tokens whose padded lengths are the few (at most `MAX_LENGTHS`) that waste least on this corpus.
 Queries go through `embed_queries`: a handful of small shapes, so that a search during a rollout
-never compiles after its shape was seen once.
+never compiles after its shape was seen once. What the encoder's family writes before passages and
+queries is written on these two ways and nowhere else.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +20,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float32
 from tokenizers import Tokenizer
 
 from psearch_jax.errors import UserError
+from psearch_jax.mesh import replicated, row_shards
 from psearch_jax.models import text_encoder
+from psearch_jax.models.encoder_families import EncoderUse
 
 #: Called with (texts done, texts in all).
 Progress = Callable[[int, int], None]
@@ -90,49 +96,66 @@ def choose_lengths(
     return chosen[::-1]
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[Batch]:
+def plan_batches(lengths: Sequence[int], batch_tokens: int, row_multiple: int = 1) -> list[Batch]:
     """Cover texts of these token counts, longest first, by batches of at most about `batch_tokens` tokens.
 
     A batch that the texts of its own length do not fill takes the next shorter ones, so only the very last
     batch has empty rows. Equal lengths keep their order: the plan depends on nothing but its arguments.
+    row_multiple: the rows of every batch are a multiple of it, one multiple at least.
     """
+    step = math.lcm(ROW_STEP, row_multiple)
     order = np.argsort(-np.asarray(lengths, int), kind="stable")
     padded_lengths = choose_lengths(lengths)
     batches, start = [], 0
     while start < len(order):
         longest = lengths[order[start]]
         length = next(padded for padded in padded_lengths if padded >= longest)
-        rows = max(1, batch_tokens // length)
-        if rows > ROW_STEP:
-            rows -= rows % ROW_STEP
+        rows = batch_tokens // length
+        rows -= rows % (step if rows > step else row_multiple)
+        rows = max(row_multiple, rows)
         taken = order[start : start + rows]
         if len(taken) < rows:
-            rows = min(rows, -(-len(taken) // ROW_STEP) * ROW_STEP)
+            rows = min(rows, up_to(len(taken), step))
         batches.append(Batch(tuple(int(i) for i in taken), rows, length))
         start += len(taken)
     return batches
 
 
-def query_batches(lengths: Sequence[int]) -> list[Batch]:
-    """Cover queries by the fixed shapes `QUERY_ROWS` × `QUERY_LENGTHS`.
+def query_batches(
+    lengths: Sequence[int],
+    row_buckets: Sequence[int] = QUERY_ROWS,
+    length_buckets: Sequence[int] = QUERY_LENGTHS,
+) -> list[Batch]:
+    """Cover queries by the fixed shapes `row_buckets` × `length_buckets`, both ascending.
 
     The padded length of a query depends on that query alone, so its vector hardly depends on its neighbours.
     A row bucket is taken when at least three quarters of it are used, or when it is the smallest.
     """
     by_length: dict[int, list[int]] = {}
     for i, count in enumerate(lengths):
-        fitting = (length for length in QUERY_LENGTHS if length >= count)
-        beyond = -(-count // QUERY_LENGTHS[-1]) * QUERY_LENGTHS[-1]
+        fitting = (length for length in length_buckets if length >= count)
+        beyond = up_to(count, length_buckets[-1])
         by_length.setdefault(next(fitting, beyond), []).append(i)
     batches = []
     for length, members in sorted(by_length.items()):
         while members:
             rows = max(
-                (rows for rows in QUERY_ROWS if 4 * len(members) >= 3 * rows), default=QUERY_ROWS[0]
+                (rows for rows in row_buckets if 4 * len(members) >= 3 * rows),
+                default=row_buckets[0],
             )
             batches.append(Batch(tuple(members[:rows]), rows, length))
             members = members[rows:]
     return batches
+
+
+def buckets_to(limit: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """The buckets below a limit and the limit itself: a text of that length needs no longer row."""
+    return (*(bucket for bucket in buckets if bucket < limit), limit)
+
+
+def up_to(count: int, step: int) -> int:
+    """The next multiple of a step."""
+    return -(-count // step) * step
 
 
 class Embedder:
@@ -140,8 +163,10 @@ class Embedder:
 
     Attributes:
       name: what the user called the encoder; told in manifests.
-      fingerprint: a hash of its weights, configuration and tokenizer; a changed one makes a new index.
+      fingerprint: a hash of all that decides what vectors passages and queries get; a changed one makes a new
+        index. See `encoder_fingerprint`.
       dims: E, the size of a vector.
+      use: the pooling and the prefixes.
       batch_tokens: tokens of one batch of passages, about.
     """
 
@@ -154,22 +179,31 @@ class Embedder:
         encode: Callable[[np.ndarray, np.ndarray], jax.Array],
         tokenize: Callable[[Sequence[str]], list[list[int]]],
         batch_tokens: int = 8192,
+        use: EncoderUse | None = None,
+        row_multiple: int = 1,
+        max_tokens: int = QUERY_LENGTHS[-1],
     ) -> None:
         """`encode` maps int32 tokens_BxL and mask_BxL to float32 vectors_BxE and is compiled by its owner;
-        `tokenize` maps texts to token ids, never none for a text, cut to the length the encoder was made for."""
+        `tokenize` maps texts to token ids, never none for a text, cut to `max_tokens`. `row_multiple`: `encode` wants
+        a multiple of that many rows."""
         self.name = name
         self.fingerprint = fingerprint
         self.dims = dims
+        self.use = use or EncoderUse()
         self.batch_tokens = batch_tokens
         self.shapes_seen: set[tuple[int, int]] = set()
         self._encode = encode
         self._tokenize = tokenize
+        self._row_multiple = row_multiple
+        self._query_rows = sorted({up_to(rows, row_multiple) for rows in QUERY_ROWS})
+        self._query_lengths = buckets_to(max_tokens, QUERY_LENGTHS)
 
     def plan(self, texts: Sequence[str]) -> EmbeddingPlan:
-        """Tokenise all texts at once and lay out their batches."""
-        token_ids = self._tokenize(texts)
+        """Tokenise all passages at once, the passage prefix before each, and lay out their batches."""
+        token_ids = self._tokenize([self.use.passage_prefix + text for text in texts])
+        lengths = [len(ids) for ids in token_ids]
         return EmbeddingPlan(
-            token_ids, plan_batches([len(ids) for ids in token_ids], self.batch_tokens)
+            token_ids, plan_batches(lengths, self.batch_tokens, self._row_multiple)
         )
 
     def run(
@@ -192,7 +226,7 @@ class Embedder:
     def embed(
         self, texts: Sequence[str], progress: Progress | None = None
     ) -> Float32[np.ndarray, "N E"]:
-        """Unit vectors of the texts, in their order; equal texts are computed once and get equal vectors."""
+        """Unit vectors of passages, in their order; equal texts are computed once and get equal vectors."""
         distinct, inverse_N = distinct_texts(texts)
         plan = self.plan(distinct)
         vectors = np.empty((len(distinct), self.dims), np.float32)
@@ -205,21 +239,23 @@ class Embedder:
         return vectors[inverse_N]
 
     def embed_queries(self, queries: Sequence[str]) -> Float32[np.ndarray, "Q E"]:
-        """Unit vectors of short texts, by the fixed query shapes."""
-        token_ids = self._tokenize(queries)
+        """Unit vectors of queries, the query prefix before each, by the fixed query shapes."""
+        token_ids = self._tokenize([self.use.query_prefix + query for query in queries])
         vectors = np.empty((len(queries), self.dims), np.float32)
-        batches = query_batches([len(ids) for ids in token_ids])
+        lengths = [len(ids) for ids in token_ids]
+        batches = query_batches(lengths, self._query_rows, self._query_lengths)
         sent = [(batch, self._send(batch, token_ids)) for batch in batches]
         for batch, result in sent:
             vectors[list(batch.texts)] = _unit_rows(np.asarray(result)[: len(batch.texts)])
         return vectors
 
-    def warm_up(
-        self, rows: Sequence[int] = QUERY_ROWS, lengths: Sequence[int] = QUERY_LENGTHS[:3]
-    ) -> None:
-        """Compile the query shapes ahead, so that none compiles during a rollout."""
-        for length in lengths:
-            for count in rows:
+    def warm_up(self) -> None:
+        """Compile the query shapes ahead, so that none compiles during a rollout: every number of rows, and the three
+        shortest lengths that hold the prefix and a word."""
+        [empty] = self._tokenize([self.use.query_prefix])
+        lengths = [length for length in self._query_lengths if length > len(empty)]
+        for length in lengths[:3]:
+            for count in self._query_rows:
                 self._send(Batch((), count, length), []).block_until_ready()
 
     def _send(self, batch: Batch, token_ids: Sequence[Sequence[int]]) -> jax.Array:
@@ -252,37 +288,72 @@ def _unit_rows(vectors_BxE: np.ndarray) -> np.ndarray:
     return vectors_BxE / norms_Bx1
 
 
-def load_embedder(path_or_name: str, batch_tokens: int = 8192) -> Embedder:
-    """The embedder of a sentence-transformers directory, or of an encoder that a package carries.
+def load_embedder(
+    path_or_name: str, batch_tokens: int = 8192, *, mesh: Mesh | None = None, **wanted: str
+) -> Embedder:
+    """The embedder of a Hugging Face directory, or of an encoder that a package carries.
 
-    Texts are cut to the number of word pieces that the encoder was trained for (256 for MiniLM).
+    Texts are cut to the number of word pieces that the encoder was trained for (256 for MiniLM), the prefix
+    included.
+
+    Args:
+      path_or_name: see `text_encoder.encoder_directory`.
+      batch_tokens: of one batch of passages on one device, about.
+      mesh: embed over all its devices; the rows of a batch are spread over them.
+      wanted: pooling, query_prefix, passage_prefix, dtype: see `encoder_families.find_use`.
 
     Raises:
-      UserError: there is no such encoder, it is of another kind, or its tokenizer cannot be read.
+      UserError: there is no such encoder, it is of another kind, its pooling is unknown, or its tokenizer cannot
+        be read or is that of another model.
     """
     directory = text_encoder.encoder_directory(path_or_name)
-    tokenizer = _read_tokenizer(directory / "tokenizer.json")
-    config, graphdef, params, _ = text_encoder.load_text_encoder(path_or_name)
+    tokenizer = read_tokenizer(directory)
+    config, use = text_encoder.read_encoder_config(path_or_name, **wanted)
+    check_vocabulary(directory, tokenizer, config.vocab_size)
+    graphdef, params = text_encoder.read_encoder_params(path_or_name, config)
+    if mesh is not None:
+        params = jax.device_put(params, replicated(mesh))
     tokenizer.enable_truncation(config.max_tokens)
     tokenizer.no_padding()
 
     def tokenize(texts: Sequence[str]) -> list[list[int]]:
-        readable = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(readable)]
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(readable(texts))]
 
-    compiled = jax.jit(functools.partial(text_encoder.encode, graphdef))
+    shards = row_shards(mesh, "rollout")
     return Embedder(
         name=path_or_name,
-        fingerprint=_encoder_fingerprint(directory),
+        fingerprint=encoder_fingerprint(directory, use),
         dims=config.hidden_size,
-        encode=functools.partial(compiled, params),
+        encode=functools.partial(text_encoder.make_encode(graphdef, mesh), params),
         tokenize=tokenize,
-        batch_tokens=batch_tokens,
+        batch_tokens=batch_tokens * shards,
+        use=use,
+        row_multiple=shards,
+        max_tokens=config.max_tokens,
     )
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def embed_texts(
+    path_or_name: str,
+    texts: Sequence[str],
+    *,
+    batch_tokens: int = 8192,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+    **wanted: str,
+) -> Float32[np.ndarray, "N E"]:
+    """Unit vectors of passages, in their order; the arguments are those of `load_embedder` and `Embedder.embed`."""
+    return load_embedder(path_or_name, batch_tokens, mesh=mesh, **wanted).embed(texts, progress)
+
+
+def readable(texts: Sequence[str]) -> list[str]:
+    """Texts without half surrogates, which no tokenizer takes."""
+    return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
     """The Rust tokenizer by itself: batches run in parallel, and transformers takes seconds to import."""
+    path = directory / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
@@ -291,11 +362,32 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         ) from error
 
 
-def _encoder_fingerprint(directory: Path) -> str:
-    """SHA-256 (hex) over every file that decides what vector a text gets."""
+def check_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int) -> None:
+    """Raise a UserError when the tokenizer knows ids that the model has no row for: they would be read as others."""
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= rows:
+        raise UserError(
+            f"The tokenizer in {directory} has token ids up to {largest}, but the model has {rows} rows; "
+            "put the tokenizer of this model beside it."
+        )
+
+
+def encoder_fingerprint(directory: Path, use: EncoderUse) -> str:
+    """What decides the vector of a passage, hashed (SHA-256, hex); with a query prefix, "+" and a hash of it.
+
+    So an index is never searched with queries of another prefix, and yet vectors of passages can be taken over
+    from one to the other. An encoder that is used in the plainest way (mean, no prefixes, float32) has the hash
+    of its files.
+    """
     digest = hashlib.sha256()
     for path in sorted([*directory.rglob("*.json"), *directory.rglob("*.safetensors")]):
         with path.open("rb") as stream:
             content = hashlib.file_digest(stream, "sha256").hexdigest()
         digest.update(f"{path.relative_to(directory).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
+    passages = digest.hexdigest()
+    settings = [use.pooling, use.passage_prefix, use.dtype]
+    if settings != ["mean", "", "float32"]:
+        passages = hashlib.sha256(json.dumps([passages, *settings]).encode()).hexdigest()
+    if not use.query_prefix:
+        return passages
+    return f"{passages}+{hashlib.sha256(use.query_prefix.encode()).hexdigest()[:16]}"

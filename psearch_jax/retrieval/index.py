@@ -16,7 +16,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,7 @@ def describe(passages: Sequence[Passage], embedder: Embedder, config: RetrievalC
         dims=embedder.dims,
         encoder=embedder.name,
         encoder_hash=embedder.fingerprint,
+        encoder_use=asdict(embedder.use),
         embed=config.embed,
         without=config.embed_without,
         parameters=parameters,

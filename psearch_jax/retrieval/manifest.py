@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ class Manifest:
       kind: "scann" or "exact".
       corpus: `corpus_fingerprint` of its passages, in order.
       count, dims: the matrix of vectors is float32 [count, dims].
-      encoder: the encoder's name as given; encoder_hash: of weights, configuration and tokenizer.
+      encoder: the encoder's name as given.
+      encoder_hash: of all that decides a passage's vector (weights, tokenizer, pooling, prefix) and, after a "+",
+        of what decides a query's beside that; see `embedding.encoder_fingerprint`.
+      encoder_use: pooling, prefixes and so on in words; told only, since encoder_hash covers them.
       embed: what of a passage was embedded, "text" or "contents".
       without: the regular expression whose matches were left out of it; empty: nothing was.
       parameters: of the nearest-neighbour search.
@@ -42,6 +45,7 @@ class Manifest:
     parameters: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, dict[str, Any]]
+    encoder_use: dict[str, str] = field(default_factory=dict)
 
     @property
     def vectors_fingerprint(self) -> str:
@@ -52,7 +56,7 @@ class Manifest:
                 self.corpus,
                 self.count,
                 self.dims,
-                self.encoder_hash,
+                self.encoder_hash.partition("+")[0],
                 self.embed,
                 self.without,
             ]
@@ -61,9 +65,9 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """The name of the index: changes with corpus, encoder, embedded part, kind, parameters, ScaNN, format."""
-        return _short_hash(
-            [self.vectors_fingerprint, self.kind, self.parameters, self.versions.get("scann")]
-        )
+        parts = [self.vectors_fingerprint, self.kind, self.parameters, self.versions.get("scann")]
+        queries = self.encoder_hash.partition("+")[2]
+        return _short_hash([*parts, queries] if queries else parts)
 
 
 def _short_hash(value: Any) -> str:
@@ -119,6 +123,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{FORMAT_VERSION}; remove the directory and the index is built again."
         )
     try:
+        content.setdefault("encoder_use", {})  # older indexes do not tell it
         manifest = Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
         consistent = manifest.fingerprint == content["fingerprint"]
     except (KeyError, TypeError, AttributeError) as error:

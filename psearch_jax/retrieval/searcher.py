@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
 from psearch_jax.config import RetrievalConfig
@@ -89,9 +89,10 @@ class Searcher:
             )
         if embedder.fingerprint != manifest.encoder_hash:
             raise UserError(
-                f"The index {index.fingerprint} was built with the encoder {manifest.encoder} and "
-                f"the queries would be encoded by another, {embedder.name}; set retrieval.encoder "
-                "to the first or build another index."
+                f"The index {index.fingerprint} was built with the encoder {manifest.encoder} "
+                f"{manifest.encoder_use} and the queries would be encoded by another, {embedder.name} "
+                f"{asdict(embedder.use)}; set retrieval.encoder, its pooling and its prefixes to the first "
+                "or build another index."
             )
         if cache_size < 0:
             raise UserError(f"retrieval.cache_size is {cache_size}; use 0 (no cache) or more.")
@@ -165,7 +166,14 @@ def open_searcher(
     called with texts embedded and in all)."""
     if config.kind == "none":
         return NoSearcher()
-    embedder = load_embedder(config.encoder, config.embed_batch_tokens)
+    embedder = load_embedder(
+        config.encoder,
+        config.embed_batch_tokens,
+        pooling=config.pooling,
+        query_prefix=config.query_prefix,
+        passage_prefix=config.passage_prefix,
+        dtype=config.encoder_dtype,
+    )
     index = open_or_build(passages, embedder, config, progress)
     return Searcher(index, embedder, passages, config.cache_size)
 

@@ -1,4 +1,4 @@
-"""Rewards for asking side by side: ParallelSearch as it was released, and our gated variant."""
+"""Rewards for asking side by side: ParallelSearch as released and by its formula, and our gated variant."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from psearch_jax.config import ProtocolConfig, RewardConfig
 from psearch_jax.questions.question import Question
 from psearch_jax.rewards.answers import exact_match
 from psearch_jax.rewards.format import format_bonus
-from psearch_jax.rollout.episode import Episode
+from psearch_jax.rollout.episode import Episode, Turn
+from psearch_jax.rollout.protocol import search_content, written_queries
 
 
 def decomposed(protocol: ProtocolConfig, episode: Episode) -> bool:
-    """Whether the first search contains the separator, whatever stands on its two sides.
+    """Whether the first search contains the separator, whatever stands on its two sides (of a tool call: whether it
+    lists two or more queries).
 
     That is what the released ParallelSearch looks for. Read from the policy text of the turn.
     """
-    searches = episode.searches
-    if not searches or not protocol.separator:
-        return False
-    opening, closing = (tag.strip() for tag in protocol.search)
-    text = searches[0].text
-    before = text[: text.find(closing)] if closing in text else text
-    return protocol.separator in before[before.rfind(opening) + len(opening) :]
+    return any(_split(protocol, turn) for turn in episode.searches[:1])
+
+
+def _split(protocol: ProtocolConfig, turn: Turn) -> bool:
+    """Whether a search turn asks for several things at once."""
+    if protocol.query_form == "tool_call":
+        return len(written_queries(protocol, turn.text)) > 1
+    return bool(protocol.separator) and protocol.separator in search_content(protocol, turn.text)
 
 
 def parallel_search_parts(
@@ -41,8 +44,30 @@ def parallel_search_parts(
     A *mixed* question (parallel, then sequential) is treated as a bridge question, because the reward knows
     three kinds only; one of unknown kind as a single-hop question, as a row without a type is.
     """
-    right = exact_match(episode.answer, question.golden_answers)
     split = decomposed(protocol, episode)
+    return _formula(config, protocol, episode, question, split=split, constant=1)
+
+
+def parallel_search_paper_parts(
+    config: RewardConfig, protocol: ProtocolConfig, episode: Episode, question: Question
+) -> dict[str, float]:
+    """The formula of ParallelSearch's paper: as `parallel_search_parts`, without the added constant, and an episode
+    is decomposed if any of its searches is. The paper states no values of α and λ_f; ours are the code's."""
+    split = any(_split(protocol, turn) for turn in episode.searches)
+    return _formula(config, protocol, episode, question, split=split, constant=0)
+
+
+def _formula(
+    config: RewardConfig,
+    protocol: ProtocolConfig,
+    episode: Episode,
+    question: Question,
+    *,
+    split: bool,
+    constant: int,
+) -> dict[str, float]:
+    """r_o, r_d, r_s + `constant`·λ_s and r_f for an episode that is decomposed (`split`) or not."""
+    right = exact_match(episode.answer, question.golden_answers)
     n = len(episode.searches)
     if question.kind == "parallelizable":
         decomposition = config.alpha_decomposition * config.lambda_decomposition if split else 0.0
@@ -55,7 +80,7 @@ def parallel_search_parts(
     return {
         "em": float(right),
         "decomposition": decomposition,
-        "search": config.lambda_search * (1 - distance),
+        "search": config.lambda_search * (constant - distance),
         "format": format_bonus(protocol, episode, right=right, weight=config.lambda_format),
     }
 
@@ -92,7 +117,12 @@ def gated_parts(
 
 def distinct_queries(episode: Episode) -> int:
     """Sub-queries of an episode that differ in more than case and blanks."""
-    return len({" ".join(q.casefold().split()) for turn in episode.searches for q in turn.queries})
+    return len({fold(query) for turn in episode.searches for query in turn.queries})
+
+
+def fold(query: str) -> str:
+    """A form that is equal for queries that differ in case and blanks only."""
+    return " ".join(query.casefold().split())
 
 
 def _rank(values: dict[int, int]) -> dict[int, float]:

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from psearch_jax.config import ProtocolConfig, RolloutConfig, SamplingConfig
 from psearch_jax.errors import UserError
-from psearch_jax.models.decoder import DecoderConfig
-from psearch_jax.models.kv_cache import init_cache
+from psearch_jax.mesh import Layout, check_divides, param_shardings, replicated, resolve_dtype
+from psearch_jax.models.decoder_config import DecoderConfig
+from psearch_jax.models.kv_cache import cache_axes, init_cache
 from psearch_jax.questions.question import Question
 from psearch_jax.rollout import programs
 from psearch_jax.rollout.environment import Backend, SearchEnvironment
@@ -41,7 +42,11 @@ class Engine:
       rollout: slots, context and shapes.
       retries: repetitions of a failed search.
       end_ids: tokens that end an episode; the tokenizer's end token unless given.
-      sharding: where the engine computes; parameters are brought there. The first local device unless given.
+      mesh: where the engine computes, slots and weights laid out by the rollout column of `mesh.RULES`; parameters
+        are brought there. The first local device unless given.
+
+    Raises:
+      UserError: slots that the mesh does not divide.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Engine:
         *,
         retries: int = 2,
         end_ids: Sequence[int] | None = None,
-        sharding: Sharding | None = None,
+        mesh: Mesh | None = None,
     ):
         self.graphdef, self.config, self.tokenizer = graphdef, config, tokenizer
         self.protocol, self.rollout_config = protocol, rollout
@@ -68,8 +73,13 @@ class Engine:
         # Appends are few beside decoding steps: they use every other window, which halves their programs.
         self.append_windows = self.windows[::-1][::2][::-1]
         self.chunks = _buckets(rollout.append_buckets, rollout.context, close=False)
-        self.append_rows = rollout.append_rows or max(1, rollout.slots // 8)
-        dtype = jnp.dtype(rollout.dtype)
+        self.layout = Layout(mesh if mesh is not None and mesh.size > 1 else None, "rollout")
+        dtype = self.dtype = resolve_dtype(rollout.dtype, self.layout)
+        # Slots lie on devices in `pieces` runs of equal length, and so do the rows of an append.
+        self.pieces = self.layout.size("rows")
+        check_divides(self.layout, "rollout.slots", "rows", rollout.slots)
+        rows = rollout.append_rows or max(1, rollout.slots // 8)
+        self.append_rows = -(-rows // self.pieces) * self.pieces
 
         def start() -> SlotState:
             hidden_BxD = jnp.zeros((rollout.slots, config.hidden_size), dtype)
@@ -78,22 +88,40 @@ class Engine:
 
         # Everything has one stated place: parameters that come from a checkpoint, from an update on a mesh or
         # from a test would otherwise each get programs of their own (law 6).
-        self.sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
-        jit = partial(jax.jit, out_shardings=self.sharding)
-        self.start = jit(start)
-        self.decode: Callable[..., tuple[SlotState, Block]] = jit(
-            partial(programs.decode, graphdef, steps=rollout.decode_block, dtype=dtype),
+        self.sharding: Sharding
+        in_place: Any
+        if self.layout.mesh is None:
+            self.sharding = in_place = SingleDeviceSharding(jax.local_devices()[0])
+        else:
+            self.sharding = replicated(self.layout.mesh)
+            in_place = state_shardings(self.layout, jax.eval_shape(start))
+        self.start = jax.jit(start, out_shardings=in_place)
+        self.decode: Callable[..., tuple[SlotState, Block]] = jax.jit(
+            partial(
+                programs.decode,
+                graphdef,
+                steps=rollout.decode_block,
+                dtype=dtype,
+                layout=self.layout,
+            ),
             static_argnames="window",
             donate_argnums=1,
+            out_shardings=(in_place, self.sharding),
         )
-        self.append: Callable[..., SlotState] = jit(
-            partial(programs.append, graphdef, dtype=dtype),
+        self.append: Callable[..., SlotState] = jax.jit(
+            partial(programs.append, graphdef, dtype=dtype, layout=self.layout),
             static_argnames="window",
             donate_argnums=1,
+            out_shardings=in_place,
         )
-        self.seat: Callable[..., SlotState] = jit(programs.seat, donate_argnums=0)
-        self.clear: Callable[..., SlotState] = jit(programs.clear, donate_argnums=0)
+        self.seat: Callable[..., SlotState] = jax.jit(
+            partial(programs.seat, pieces=self.pieces), donate_argnums=0, out_shardings=in_place
+        )
+        self.clear: Callable[..., SlotState] = jax.jit(
+            programs.clear, donate_argnums=0, out_shardings=in_place
+        )
         self._programs = (self.start, self.decode, self.append, self.seat, self.clear)
+        self._place: Callable[[nnx.State], nnx.State] | None = None
         self._token_texts: list[str] = []
         self._pauses: dict[tuple[Any, ...], Array] = {}
         self.encode = lru_cache(maxsize=65536)(self._encode)
@@ -131,7 +159,7 @@ class Engine:
         _check(requests, self.rollout_config.context)
         player = Player(
             self,
-            jax.device_put(params, self.sharding),
+            self.place(params),
             requests,
             key=jax.device_put(key, self.sharding),
             sampling=sampling,
@@ -147,7 +175,10 @@ class Engine:
         self, questions: Sequence[Question], members: int = 1, *, first_group: int = 0
     ) -> list[Request]:
         """`members` requests for every question, side by side, so that they share a prefill."""
-        prompts = [self.encode(prompt_text(self.protocol, question.text)) for question in questions]
+        prompts = [
+            self.encode(prompt_text(self.protocol, question, self.tokenizer))
+            for question in questions
+        ]
         return [
             Request(question=question, prompt_ids=ids, group=first_group + i, member=member)
             for i, (question, ids) in enumerate(zip(questions, prompts, strict=True))
@@ -159,7 +190,7 @@ class Engine:
         slots, rows = self.rollout_config.slots, self.append_rows
         zeros_B, none_B = np.zeros(slots, np.int32), np.zeros(slots, bool)
         nobody_N = np.full(rows, slots, np.int32)
-        params = jax.device_put(params, self.sharding)
+        params = self.place(params)
         key = jax.device_put(jax.random.key(0), self.sharding)
         state = self.start()
         smaller = 0
@@ -190,6 +221,19 @@ class Engine:
             state, _ = self.decode(params, state, inputs, key, pauses_V, window=window)
         jax.block_until_ready(state)
 
+    def place(self, params: nnx.State) -> nnx.State:
+        """Parameters where the engine computes; on a mesh also in the dtype that it computes in, so that they are
+        cast once and not at every token."""
+        if self.layout.mesh is None:
+            return jax.device_put(params, self.sharding)
+        if self._place is None:
+            shardings = param_shardings(self.layout.mesh, params, "rollout")
+            self._place = jax.jit(
+                lambda tree: jax.tree.map(lambda x: x.astype(self.dtype), tree),
+                out_shardings=shardings,
+            )
+        return self._place(params)
+
     def pauses(self, protocol: ProtocolConfig, end_ids: Sequence[int]) -> Array:
         """bool [V]: where a slot pauses: at end tokens, and at those that could complete a stop tag."""
         tags = stop_tags(protocol)
@@ -213,6 +257,17 @@ class Engine:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def state_shardings(layout: Layout, state: SlotState) -> SlotState:
+    """Where the state of all slots lies on a mesh."""
+
+    def where(*logical: str | None) -> NamedSharding:
+        assert layout.mesh is not None
+        return NamedSharding(layout.mesh, layout.spec(*logical))
+
+    rows = where("rows", None)
+    return SlotState(jax.tree.map(lambda x: where(*cache_axes(x.ndim)), state.cache), rows, rows)
 
 
 def could_complete(token: str, tag: str) -> bool:

@@ -22,7 +22,7 @@ from psearch_jax.config import ProtocolConfig, SamplingConfig
 from psearch_jax.rollout.episode import Episode, Request, Role
 from psearch_jax.rollout.programs import Block, SlotInputs
 from psearch_jax.rollout.protocol import parse_turn, render_results
-from psearch_jax.rollout.seats import Event, Seat
+from psearch_jax.rollout.seats import Event, Runs, Seat
 
 if TYPE_CHECKING:
     from psearch_jax.rollout.engine import Engine
@@ -52,6 +52,7 @@ class Player:
         self.pauses_V = engine.pauses(protocol, end_ids)
         self.on_event = on_event
         self.queue = deque(enumerate(zip(requests, samplings, strict=True)))
+        self.runs = Runs(slots=self.slots, pieces=engine.pieces)
         self.seats: list[Seat | None] = [None] * self.slots
         self.held: list[tuple[int, ...]] = [
             ()
@@ -119,8 +120,10 @@ class Player:
 
     def _observe(self, seat: Seat, text: str) -> None:
         """Queue an observation for appending, or end the episode when it leaves no room for a token after it."""
+        if len(seat.episode.turns) == self.protocol.max_search_turns:
+            text += self.protocol.last_turn
         ids = self.engine.encode(text)
-        if seat.length + len(ids) >= self.context:
+        if seat.length + len(ids) >= seat.limit(self.protocol, self.context):
             self._finish(seat, "context")
             return
         seat.extend(ids, Role.OBSERVATION)
@@ -139,6 +142,7 @@ class Player:
         taken = [self.queue.popleft() for _ in range(min(len(empty), len(self.queue)))]
         # An episode whose prompt an empty slot holds already takes that slot. So a slot that others copy a
         # prompt from is never given away to a different prompt in the same round.
+        # A prompt is copied within the run of slots that one device holds, never between devices.
         slot_of: dict[int, int] = {}
         for index, (request, _) in taken:
             for slot in empty:
@@ -147,18 +151,23 @@ class Player:
                     empty.remove(slot)
                     break
         begins_B, prefilled_B = np.zeros(self.slots, bool), np.zeros(self.slots, bool)
-        sources = {ids: slot for slot, ids in enumerate(self.held) if slot not in empty}
+        sources = {
+            (self.runs.run_of(slot), ids): slot
+            for slot, ids in enumerate(self.held)
+            if slot not in empty
+        }
         copies: list[tuple[int, int]] = []
         for index, (request, sampling) in taken:
-            slot = slot_of[index] if index in slot_of else empty.pop(0)
             prompt = request.prompt_ids
+            slot = slot_of[index] if index in slot_of else self.runs.choose(empty, prompt, sources)
+            run = self.runs.run_of(slot)
             seat = Seat(request=request, index=index, slot=slot, sampling=sampling)
-            if prompt not in sources:
-                sources[prompt] = slot
+            if (run, prompt) not in sources:
+                sources[run, prompt] = slot
                 prefilled_B[slot] = True
                 seat.pending = list(prompt)
             elif self.held[slot] != prompt:
-                copies.append((sources[prompt], slot))
+                copies.append((sources[run, prompt], slot))
             self.held[slot] = prompt
             self.seats[slot] = seat
             begins_B[slot] = True
@@ -174,13 +183,14 @@ class Player:
             work = [(slot, seat) for slot, seat in enumerate(self.seats) if seat and seat.pending]
             if not work:
                 return
-            work = sorted(work, key=lambda item: -len(item[1].pending))[:rows]
+            work = sorted(work, key=lambda item: -len(item[1].pending))
             width = min(len(work[0][1].pending), chunks[-1])
+            dealt = self.runs.deal(work, rows, lambda item: item[0])
             bucket = next(size for size in chunks if size >= width)
             slot_N = np.full(rows, self.slots, np.int32)
             tokens_NxT = np.zeros((rows, bucket), np.int32)
             start_N, count_N = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-            for n, (slot, seat) in enumerate(work):
+            for n, (slot, seat) in dealt:
                 piece, seat.pending = seat.pending[:width], seat.pending[width:]
                 slot_N[n], count_N[n] = slot, len(piece)
                 start_N[n] = seat.length - len(seat.pending) - len(piece)
@@ -192,7 +202,7 @@ class Player:
             self.figures["append_positions"] += rows * bucket
             reach = int((start_N + count_N).max())
             window = next(size for size in self.engine.append_windows if size >= reach)
-            with self._clock("prefill" if prefilled_B[slot_N[0]] else "append"):
+            with self._clock("prefill" if prefilled_B[work[0][0]] else "append"):
                 self.state = self.engine.append(
                     self.params, self.state, slot_N, tokens_NxT, start_N, count_N, window=window
                 )
@@ -201,17 +211,23 @@ class Player:
     def _seat(
         self, prefilled_B: np.ndarray, copies: list[tuple[int, int]], begins_B: np.ndarray
     ) -> None:
-        rows = self.engine.append_rows
-        for first in range(0, max(len(copies), 1), rows):
-            part = copies[first : first + rows]
+        rows, first = self.engine.append_rows, True
+        while copies or first:
+            part = self.runs.deal(copies, rows, lambda copy: copy[1])
             src_N, dst_N = np.full(rows, self.slots, np.int32), np.full(rows, self.slots, np.int32)
-            for n, (src, dst) in enumerate(part):
+            for n, (src, dst) in part:
                 src_N[n], dst_N[n] = src, dst
-            last = first + rows >= len(copies)
+            done = {dst for _, (_, dst) in part}
+            copies = [copy for copy in copies if copy[1] not in done]
+            nobody = np.zeros_like(begins_B)
             self.state = self.engine.seat(
-                self.state, prefilled_B, src_N, dst_N, begins_B if last else np.zeros_like(begins_B)
+                self.state,
+                prefilled_B if first else nobody,
+                src_N,
+                dst_N,
+                nobody if copies else begins_B,
             )
-            prefilled_B = np.zeros_like(prefilled_B)
+            first = False
         self.state.hidden_BxD.block_until_ready()
 
     # -- decoding
@@ -284,7 +300,12 @@ class Player:
     def _act(self, seat: Seat, text: str, *, nan: bool) -> None:
         """Decide about a paused turn: what it asks for, why its episode ends, or that it goes on."""
         action = parse_turn(self.protocol, text)
-        full = seat.length >= self.context
+        full = seat.length >= seat.limit(self.protocol, self.context)
+        over = seat.episode.ids[-1] in self.end_ids or seat.drawn >= self.protocol.turn_tokens
+        goes_on = (
+            self.protocol.feedback_always
+            and len(seat.episode.turns) < self.protocol.max_search_turns
+        )
         if nan:
             seat.end_turn("none", text)
             self.dirty_B[seat.slot] = True
@@ -300,7 +321,7 @@ class Player:
             seat.end_turn("search", text, queries=action.queries)
             seat.state = "searching"
             self._emit(seat, "search", "\n".join(action.queries))
-        elif action.kind == "invalid":
+        elif action.kind == "invalid" or (over and goes_on and not full):
             seat.end_turn("invalid", text)
             self._observe(seat, self.protocol.feedback)
         elif seat.episode.ids[-1] in self.end_ids:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from psearch_jax.mesh import NOWHERE, Layout
 from psearch_jax.models.decoder import unembed
-from psearch_jax.models.kv_cache import KVCache, copy_slots, extend
+from psearch_jax.models.kv_cache import KVCache, copy_slots, extend, read_slots, write_slots
 from psearch_jax.rollout.sampling import sample
 
 
@@ -73,6 +74,7 @@ def decode(
     steps: int,
     window: int,
     dtype: Any,
+    layout: Layout = NOWHERE,
 ) -> tuple[SlotState, Block]:
     """Decode up to `steps` tokens in every active slot.
 
@@ -86,7 +88,12 @@ def decode(
 
     def step(carry: tuple[SlotState, Block, Array]) -> tuple[SlotState, Block, Array]:
         state, block, length_B = carry
-        logits_BxV = unembed(graphdef, params, state.hidden_BxD)
+        # Each device scores its part of the vocabulary for all rows, and draws from all of it for its own.
+        hidden_BxD = layout.constrain(state.hidden_BxD, "vocab_rows", None)
+        logits_BxV = layout.constrain(
+            unembed(graphdef, params, hidden_BxD, layout), "vocab_rows", "vocab"
+        )
+        logits_BxV = layout.constrain(logits_BxV, "rows", None)
         ids_B, logprobs_B = sample(
             logits_BxV,
             jax.vmap(jax.random.fold_in)(keys_B, length_B),
@@ -105,6 +112,7 @@ def decode(
             drawn_B.astype(jnp.int32),
             window=window,
             dtype=dtype,
+            layout=layout,
         )
         hidden_BxD = jnp.where(drawn_B[:, None], hidden_Bx1xD[:, 0], state.hidden_BxD)
         column_B = jnp.where(drawn_B, block.count_B, steps)  # out of range: nothing is written
@@ -146,18 +154,29 @@ def append(
     *,
     window: int,
     dtype: Any,
+    layout: Layout = NOWHERE,
 ) -> SlotState:
     """Forward known tokens (a prompt, an observation) in a few slots.
 
     Only these slots' rows are read and computed. A row with `slot` = B is padding: nothing of it is written.
-    `window` must be at least start + count of every row.
+    `window` must be at least start + count of every row. On a mesh the rows come in equal runs, one for each run of
+    slots that a device holds, so that no cache travels.
     """
-    few = jax.tree.map(lambda x: x.at[slot_N, :window].get(mode="clip"), state.cache)
+    pieces = layout.size("rows")
+    few = read_slots(state.cache, slot_N, window, pieces)
     hidden_NxTxD, few = extend(
-        graphdef, params, few, tokens_NxT, start_N, count_N, window=window, dtype=dtype
+        graphdef,
+        params,
+        few,
+        tokens_NxT,
+        start_N,
+        count_N,
+        window=window,
+        dtype=dtype,
+        layout=layout,
     )
     last_NxD = hidden_NxTxD[jnp.arange(slot_N.shape[0]), count_N - 1]
-    cache = jax.tree.map(lambda x, y: x.at[slot_N, :window].set(y, mode="drop"), state.cache, few)
+    cache = write_slots(state.cache, few, slot_N, window, pieces)
     hidden_BxD = state.hidden_BxD.at[slot_N].set(last_NxD, mode="drop")
     return state._replace(cache=cache, hidden_BxD=hidden_BxD)
 
@@ -168,23 +187,26 @@ def seat(
     src_N: Int[Array, "N"],
     dst_N: Int[Array, "N"],
     begins_B: Bool[Array, "B"],
+    *,
+    pieces: int = 1,
 ) -> SlotState:
     """Let episodes begin behind prompts that the cache holds already.
 
     `prefilled` slots have just had their prompt appended; each `dst` slot then gets the rows of its `src`
     slot (which may be in the middle of an episode: its prompt's rows are still the first ones); slots that
-    `begin` continue from the end of their prompt. Entries with `dst` = B are padding.
+    `begin` continue from the end of their prompt. Entries with `dst` = B are padding. `pieces`: as in `read_slots`.
     """
     prompt_BxD = jnp.where(prefilled_B[:, None], state.hidden_BxD, state.prompt_hidden_BxD)
     prompt_BxD = prompt_BxD.at[dst_N].set(prompt_BxD.at[src_N].get(mode="clip"), mode="drop")
     hidden_BxD = jnp.where(begins_B[:, None], prompt_BxD, state.hidden_BxD)
-    return SlotState(copy_slots(state.cache, src_N, dst_N), hidden_BxD, prompt_BxD)
+    return SlotState(copy_slots(state.cache, src_N, dst_N, pieces), hidden_BxD, prompt_BxD)
 
 
 def clear(state: SlotState, slots_B: Bool[Array, "B"]) -> SlotState:
     """Zero everything that these slots hold."""
 
     def zero(x: Array) -> Array:
-        return jnp.where(slots_B.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
+        # Hidden states are [B, D]; of a cache array the slots are the fourth dimension from the end.
+        return jnp.where(slots_B.reshape(-1, *[1] * (min(x.ndim, 4) - 1)), 0, x)
 
     return jax.tree.map(zero, state)

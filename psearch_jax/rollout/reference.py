@@ -69,6 +69,8 @@ def play(
         episode.logprobs += [logprob] * len(ids)
 
     add(request.prompt_ids, Role.PROMPT)
+    if protocol.response_tokens:
+        context = min(context, len(request.prompt_ids) + protocol.response_tokens)
     while not episode.end_reason:
         start, kind, text = len(episode.ids), "none", ""
         while kind == "none" and not episode.end_reason:
@@ -89,6 +91,14 @@ def play(
                 kind, episode.end_reason = "invalid", "turns"
             elif kind == "search" and full:
                 kind, episode.end_reason = "none", "context"
+            elif (
+                kind == "none"
+                and protocol.feedback_always
+                and not full
+                and len(episode.turns) < protocol.max_search_turns
+                and (episode.ids[-1] in end_ids or len(episode.ids) - start >= protocol.turn_tokens)
+            ):
+                kind = "invalid"
             elif kind == "none" and episode.ids[-1] in end_ids:
                 kind, episode.end_reason = "invalid", "end"
             elif kind == "none" and full:
@@ -111,6 +121,8 @@ def play(
                 turn.hits,
                 lambda line: len(tokenizer.encode(line, add_special_tokens=False)),
             )
+        if len(episode.turns) == protocol.max_search_turns:
+            observation += protocol.last_turn
         ids = tokenizer.encode(observation, add_special_tokens=False)
         if len(episode.ids) + len(ids) >= context:
             episode.end_reason = "context"

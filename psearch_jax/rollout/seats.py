@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from psearch_jax.config import ProtocolConfig, SamplingConfig
 from psearch_jax.rollout.episode import Episode, Request, Role, Turn
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,14 @@ class Seat:
         """Tokens of the current turn."""
         return self.length - self.turn_start
 
+    def limit(self, protocol: ProtocolConfig, context: int) -> int:
+        """Tokens that the episode may have in all, its prompt included."""
+        budget = protocol.response_tokens
+        return min(context, len(self.request.prompt_ids) + budget) if budget else context
+
     def room(self, protocol: ProtocolConfig, context: int) -> int:
         """Tokens that this turn may still get."""
-        return min(protocol.turn_tokens - self.drawn, context - self.length)
+        return min(protocol.turn_tokens - self.drawn, self.limit(protocol, context) - self.length)
 
     def extend(
         self, ids: Sequence[int], role: Role, logprobs: Sequence[float] | None = None
@@ -78,3 +86,50 @@ class Seat:
         self.episode.turns.append(
             Turn(kind=kind, start=self.turn_start, stop=self.length, text=text, **found)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """How slots are cut over devices: into `pieces` runs of equal length. Nothing is copied from run to run."""
+
+    slots: int
+    pieces: int
+
+    def run_of(self, slot: int) -> int:
+        """The run that a slot belongs to."""
+        return slot * self.pieces // self.slots
+
+    def choose(
+        self,
+        empty: list[int],
+        prompt: tuple[int, ...],
+        sources: Mapping[tuple[int, tuple[int, ...]], int],
+    ) -> int:
+        """Take an empty slot off the list: where the prompt is at hand (`sources` has (run, prompt)), else in the
+        emptiest run; the first of equals."""
+        room = Counter(map(self.run_of, empty))
+        best = min(
+            empty,
+            key=lambda slot: (
+                (self.run_of(slot), prompt) not in sources,
+                -room[self.run_of(slot)],
+                slot,
+            ),
+        )
+        empty.remove(best)
+        return best
+
+    def deal(
+        self, items: Sequence[Item], rows: int, slot_of: Callable[[Item], int]
+    ) -> list[tuple[int, Item]]:
+        """As many items as one call of `rows` rows takes, in order, each with its row: the rows of a call come in one
+        stretch a run."""
+        share = rows // self.pieces
+        dealt: Counter[int] = Counter()
+        placed = []
+        for item in items:
+            run = self.run_of(slot_of(item))
+            if dealt[run] < share:
+                placed.append((run * share + dealt[run], item))
+                dealt[run] += 1
+        return placed

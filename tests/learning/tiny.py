@@ -7,7 +7,7 @@ import numpy as np
 from psearch_jax.learning.batches import Sequence
 from psearch_jax.models.decoder import DecoderConfig, hidden_states, init_params, unembed
 
-VOCABULARY = 13
+VOCABULARY = 16
 CONFIG = DecoderConfig(
     vocab_size=VOCABULARY,
     hidden_size=8,

@@ -65,7 +65,7 @@ def test_law_10_pieces_of_any_size_equal_the_whole_sequence(pieces, scanned):
         start += count
     for leaf in jax.tree.leaves(cache):
         for b in range(BATCH):
-            assert not np.any(leaf[b, start[b] :])  # padding was never written
+            assert not np.any(leaf[b, :, start[b] :])  # padding was never written
 
 
 def test_a_row_with_count_zero_is_untouched():
@@ -82,8 +82,8 @@ def test_a_row_with_count_zero_is_untouched():
     )
     for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(new[1], old[1])
-        assert not np.allclose(new[0, :4], old[0, :4])
-        np.testing.assert_array_equal(new[0, 4:], old[0, 4:])
+        assert not np.allclose(new[0, :, :4], old[0, :, :4])
+        np.testing.assert_array_equal(new[0, :, 4:], old[0, :, 4:])
 
 
 def test_law_10_the_window_bucket_does_not_change_values():
@@ -115,7 +115,7 @@ def test_copy_slots_copies_whole_rows_and_drops_what_is_out_of_range():
     for leaf in jax.tree.leaves(copied):
         # Row 2 gets what row 0 held before the call (0), although row 0 is overwritten in it.
         np.testing.assert_array_equal(leaf[:, 0, 0, 0], [3, 1, 0, 3])
-        assert leaf.shape == (4, 2, config.num_kv_heads, config.head_dim)
+        assert leaf.shape == (4, config.num_kv_heads, 2, config.head_dim)
 
 
 @pytest.mark.parametrize("config", [CONFIG, SCANNED])

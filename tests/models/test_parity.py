@@ -18,27 +18,46 @@ BATCH, LENGTH = 3, 11
 PADDING = np.array([0, 4, 7])  # of each row
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,  # short, so that frequencies of all three kinds occur
+}
+#: Name → (family of transformers, what differs from the common sizes).
+CHECKPOINTS = {
+    "Qwen2.5 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen2.5 untied": ("Qwen2", {"tie_word_embeddings": False}),
+    "Qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 12}),
+    "Llama 3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "SmolLM2": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
 def checkpoint(request, tmp_path_factory):
-    """A random Qwen2 of transformers with every tensor random, saved; biases and norms are not left at 0 and 1."""
-    config = transformers.Qwen2Config(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_theta=5000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=request.param,
-        attn_implementation="eager",
-    )
+    """A random model of transformers with every tensor random, saved; biases and norms are not left at 0 and 1."""
+    family, differences = request.param
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 5000.0,
+        "rms_norm_eps": 1e-5,
+        "attn_implementation": "eager",
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes | differences)
     torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    path = tmp_path_factory.mktemp("qwen2")
+    path = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(path)
     return path, model
 

@@ -2,15 +2,22 @@
 
 import json
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
+from psearch_jax.config import MeshConfig
 from psearch_jax.errors import UserError
-from psearch_jax.models import decoder, weights
+from psearch_jax.mesh import make_mesh, param_shardings
+from psearch_jax.models import decoder, export, slots, tensor_files, weights
 
 CONFIG = decoder.DecoderConfig(
     vocab_size=31,
@@ -84,7 +91,7 @@ def test_names_and_shapes_are_hugging_faces(tmp_path):
 def test_shards_round_trip_and_a_later_single_file_replaces_them(tmp_path):
     params = params_of(CONFIG)
     weights.save_hf_directory(tmp_path, CONFIG, params, dtype="float32", max_shard_bytes=1000)
-    index = json.loads((tmp_path / weights.INDEX_FILE).read_text())
+    index = json.loads((tmp_path / tensor_files.INDEX_FILE).read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 2
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
@@ -92,7 +99,8 @@ def test_shards_round_trip_and_a_later_single_file_replaces_them(tmp_path):
     other = jax.tree.map(lambda x: x + 1, params)
     weights.save_hf_directory(tmp_path, CONFIG, other, dtype="float32")
     assert_same_bits(weights.load_hf_directory(tmp_path)[2], other)
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}*"))
+    assert not list(tmp_path.glob("model-*"))
 
 
 def test_a_tied_checkpoint_may_store_the_head_again(tmp_path):
@@ -150,13 +158,216 @@ def test_a_missing_or_broken_config_is_a_user_error(tmp_path, content):
         weights.load_hf_directory(tmp_path)
 
 
-def test_a_directory_without_safetensors_is_refused_even_with_a_pickle_in_it(tmp_path):
+def test_a_directory_without_safetensors_is_refused_and_a_pickle_is_never_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(UserError, match="neither"):
+        weights.load_hf_directory(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin.*convert it to safetensors"):
         weights.load_hf_directory(tmp_path)
 
 
 def test_an_unknown_stored_dtype_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="'int4'"):
         weights.save_hf_directory(tmp_path, CONFIG, params_of(CONFIG), dtype="int4")
+
+
+DEEP = replace(CONFIG, num_layers=7, tie_embeddings=False)
+BIG = replace(DEEP, vocab_size=32, hidden_size=16, intermediate_size=16, head_dim=8, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("block_bytes", [1, 60, 2**20])
+def test_any_float_type_and_block_size_gives_the_same_bits(
+    tmp_path, monkeypatch, stored, dtype, block_bytes
+):
+    """Against NumPy's own cast; subnormal numbers, both zeros and infinity are among them."""
+    monkeypatch.setattr(slots, "BLOCK_BYTES", block_bytes)
+    tensors = weights.to_hf_tensors(DEEP, params_of(DEEP), np.float32)
+    rng = np.random.default_rng(0)
+    for name, tensor in tensors.items():
+        scale = np.float32(10.0) ** rng.integers(-44, 5, tensor.shape)
+        odd = rng.choice(np.array([0.0, -0.0, 1.0, 1.0, np.inf]), tensor.shape)
+        with np.errstate(all="ignore"):
+            tensors[name] = (tensor * scale * odd).astype(stored)
+    tensors = {
+        name: np.where(tensor == tensor, tensor, stored(0)) for name, tensor in tensors.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(DEEP.to_hf()))
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, _, loaded = weights.load_hf_directory(tmp_path, dtype)
+    for path, leaf in nnx.to_flat_state(loaded):
+        array = np.asarray(leaf[...])
+        assert array.dtype == dtype
+        stacked = path[0] == "layers"
+        for layer, part in enumerate(array) if stacked else [(None, array)]:
+            place = ("layers", layer, *path[1:-1]) if stacked else path[:-1]
+            ending = "bias" if path[-1] == "bias" else "weight"
+            expected = tensors[f"{slots.decoder_name(place)}.{ending}"].astype(dtype)
+            expected = expected.T if path[-1] == "kernel" else expected
+            assert part.tobytes() == np.ascontiguousarray(expected).tobytes(), place
+
+
+MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1), (1, 1, 4, 2)]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("layers", [2, 7])
+def test_parameters_are_born_sharded_and_leave_a_mesh_bit_by_bit(tmp_path, sizes, layers):
+    config = replace(BIG, num_layers=layers)
+    params = params_of(config)
+    weights.save_hf_directory(tmp_path / "a", config, params, dtype="float32", max_shard_bytes=4000)
+    mesh = make_mesh(
+        MeshConfig(**dict(zip(("data", "fsdp", "tensor", "sequence"), sizes, strict=True)))
+    )
+    _, _, loaded = weights.load_hf_directory(tmp_path / "a", mesh=mesh)
+    assert_same_bits(loaded, params)
+    expected = jax.tree.leaves(param_shardings(mesh, params))
+    for array, sharding in zip(jax.tree.leaves(loaded), expected, strict=True):
+        assert array.sharding == sharding
+    weights.save_hf_directory(tmp_path / "b", config, loaded, dtype="float32", max_shard_bytes=4000)
+    for file in (tmp_path / "a").iterdir():
+        assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_each_piece_is_read_once_and_no_more_than_a_block_at_a_time(monkeypatch):
+    """On a mesh that cuts weights into 4 pieces, each held by two devices."""
+    monkeypatch.setattr(slots, "BLOCK_BYTES", 256)
+    _, shapes, wanted = slots.decoder_slots(BIG)
+    source = weights.to_hf_tensors(BIG, params_of(BIG), np.float32)
+    read = dict.fromkeys(source, 0)
+
+    def fetch(name, index):
+        value = source[name][index]
+        read[name] += value.size
+        assert value.nbytes <= 256
+        return value
+
+    tensors = {
+        name: tensor_files.StoredTensor(shape=t.shape, dtype="F32", read=partial(fetch, name))
+        for name, t in source.items()
+    }
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    loaded = slots.fill_slots(shapes, wanted, tensors, jnp.float32, mesh=mesh)
+    assert_same_bits(loaded, params_of(BIG))
+    assert read == {name: tensor.size for name, tensor in source.items()}
+
+
+def test_without_a_mesh_arrays_are_tied_to_no_device(tmp_path):
+    weights.save_hf_directory(tmp_path, DEEP, params_of(DEEP))
+    for leaf in jax.tree.leaves(weights.load_hf_directory(tmp_path)[2]):
+        assert isinstance(leaf.sharding, SingleDeviceSharding)
+        assert not leaf.committed
+
+
+def test_what_does_not_fit_is_found_before_anything_is_read_or_allocated(monkeypatch):
+    _, shapes, wanted = slots.decoder_slots(CONFIG)
+
+    def never(*arguments, **keywords):
+        raise AssertionError("read or allocated")
+
+    monkeypatch.setattr(slots, "_load", never)
+    tensors = {
+        slot.name: tensor_files.StoredTensor(shape=slot.shape, dtype="F32", read=never)
+        for slot in wanted
+    }
+    for name, dtype in (
+        ("model.norm.weight", "I8"),
+        ("model.layers.1.mlp.up_proj.weight", "F8_E4M3"),
+    ):
+        tensors[name] = replace(tensors[name], dtype=dtype)
+    del tensors["model.embed_tokens.weight"]
+    with pytest.raises(UserError) as caught:
+        slots.fill_slots(shapes, wanted, tensors, jnp.float32)
+    message = str(caught.value)
+    assert "model.norm.weight is stored as I8, expected one of F32, BF16, F16" in message
+    assert "model.layers.1.mlp.up_proj.weight is stored as F8_E4M3" in message
+    assert "missing model.embed_tokens.weight" in message
+
+
+def test_an_integer_tensor_in_a_file_is_named_with_its_type(tmp_path):
+    weights.save_hf_directory(tmp_path, CONFIG, params_of(CONFIG), dtype="float32")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = np.ones(8, np.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as I8"):
+        weights.load_hf_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ("[]", "not a safetensors index"),
+        ('{"weight_map": {"a": 1}}', "not a safetensors index"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "not files beside it"),
+        ('{"weight_map": {}}', "not files beside it"),
+        ('{"weight_map": {"a": "model.safetensors", "b": "again.safetensors"}}', "in two files"),
+    ],
+)
+def test_a_broken_index_is_a_user_error(tmp_path, index, sentence):
+    weights.save_hf_directory(tmp_path, CONFIG, params_of(CONFIG))
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "again.safetensors").write_bytes(content)
+    (tmp_path / tensor_files.INDEX_FILE).write_text(index)
+    with pytest.raises(UserError, match=sentence):
+        weights.load_hf_directory(tmp_path)
+
+
+def test_a_tokenizer_may_have_fewer_ids_than_the_model_has_rows_and_not_more():
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 30})
+    weights.check_vocabulary(31, tokenizer, "x")
+    weights.check_vocabulary(64, tokenizer, "x")
+    with pytest.raises(
+        UserError, match=r"'x': its tokenizer has 31 ids, but its model only 30 rows"
+    ):
+        weights.check_vocabulary(30, tokenizer, "x")
+
+
+class BadTokenizer:
+    def save_pretrained(self, directory):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_write_that_fails_leaves_nothing_and_what_was_there(tmp_path):
+    target = tmp_path / "policy"
+    with pytest.raises(UserError, match="No space left"):
+        weights.save_hf_directory(target, CONFIG, params_of(CONFIG), tokenizer=BadTokenizer())
+    assert not list(tmp_path.iterdir())
+    weights.save_hf_directory(target, CONFIG, params_of(CONFIG), dtype="float32")
+    (target / "notes.txt").write_text("kept")
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    with pytest.raises(UserError, match="No space left"):
+        weights.save_hf_directory(target, DEEP, params_of(DEEP), tokenizer=BadTokenizer())
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    other = jax.tree.map(lambda x: x + 1, params_of(CONFIG))
+    weights.save_hf_directory(target, CONFIG, other, dtype="float32")
+    assert_same_bits(weights.load_hf_directory(target)[2], other)
+    assert (target / "notes.txt").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_run_killed_while_files_take_their_places_leaves_no_mixed_model(tmp_path, monkeypatch):
+    weights.save_hf_directory(tmp_path, CONFIG, params_of(CONFIG), max_shard_bytes=1000)
+
+    class Killed(BaseException):
+        pass
+
+    replace_file = export.os.replace
+
+    def replaced(source, target):
+        if target == tmp_path / "config.json":
+            raise Killed
+        replace_file(source, target)
+
+    monkeypatch.setattr(export.os, "replace", replaced)
+    with pytest.raises(Killed):
+        weights.save_hf_directory(tmp_path, CONFIG, params_of(CONFIG))
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        weights.load_hf_directory(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_a_user_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        weights.save_hf_directory(tmp_path / "file" / "policy", CONFIG, params_of(CONFIG))

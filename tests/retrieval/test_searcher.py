@@ -149,19 +149,33 @@ def test_the_index_switched_off(tmp_path: Path) -> None:
 def test_open_searcher_follows_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    asked: list[tuple[str, int, dict[str, str]]] = []
 
-    def load(name: str, batch_tokens: int) -> Embedder:
-        asked.append((name, batch_tokens))
+    def load(name: str, batch_tokens: int, **wanted: str) -> Embedder:
+        asked.append((name, batch_tokens, wanted))
         return tiny_embedder(batch_tokens=batch_tokens)
 
     monkeypatch.setattr("psearch_jax.retrieval.searcher.load_embedder", load)
     config = RetrievalConfig(
-        directory=str(tmp_path), encoder="some", embed_batch_tokens=96, kind="exact", cache_size=0
+        directory=str(tmp_path),
+        encoder="some",
+        embed_batch_tokens=96,
+        kind="exact",
+        cache_size=0,
+        pooling="cls",
+        query_prefix="q: ",
+        passage_prefix="",
+        encoder_dtype="bfloat16",
     )
     seen: list[tuple[int, int]] = []
     backend = open_searcher(config, PASSAGES, lambda done, total: seen.append((done, total)))
-    assert asked == [("some", 96)]
+    wanted = {
+        "pooling": "cls",
+        "query_prefix": "q: ",
+        "passage_prefix": "",
+        "dtype": "bfloat16",
+    }
+    assert asked == [("some", 96, wanted)]
     assert seen[-1] == (4, 4)
     assert backend.search([TEXTS[2]], 1)[0][0].passage == PASSAGES[2]
     other = open_searcher(replace(config, embed="contents"), PASSAGES)

@@ -16,11 +16,13 @@ def make_question(
     return Question(id="q", text=text, golden_answers=golden, kind=kind)
 
 
-def make_episode(question: Question, *texts: str, hit: Hit = HIT) -> Episode:
+def make_episode(
+    question: Question, *texts: str, hit: Hit = HIT, protocol: ProtocolConfig = PROTOCOL
+) -> Episode:
     """One policy turn a text; what a turn is follows from parsing it. Token ids play no role here."""
     episode = Episode(question=question, group=0, member=0, end_reason="answer")
     for text in texts:
-        action = parse_turn(PROTOCOL, text)
+        action = parse_turn(protocol, text)
         episode.turns.append(
             Turn(
                 kind=action.kind,

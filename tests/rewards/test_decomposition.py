@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rewards.episodes import PROTOCOL, make_episode, make_question, play
 
-from psearch_jax.config import RewardConfig
+from psearch_jax.config import ProtocolConfig, RewardConfig
 from psearch_jax.rewards.composition import score_group
 from psearch_jax.rewards.decomposition import decomposed, distinct_queries
 
@@ -80,6 +80,42 @@ def test_decomposed_looks_for_the_separator_in_the_first_search_only():
     assert not decomposed(PROTOCOL, make_episode(question, "<think>a##b</think><search>a</search>"))
     assert not decomposed(PROTOCOL, make_episode(question, "<search>a</search>x##y"))
     assert not decomposed(PROTOCOL, make_episode(question, "<answer>a##b</answer>"))
+
+
+def test_the_decomposition_of_a_tool_call_is_a_list_of_two():
+    protocol = ProtocolConfig(query_form="tool_call")
+    question = make_question()
+
+    def play_call(queries):
+        call = f'{{"name": "search", "arguments": {{"query_list": {queries}}}}}'
+        return make_episode(question, f"<search>{call}</search>", protocol=protocol)
+
+    assert decomposed(protocol, play_call('["a", "b"]'))
+    assert decomposed(protocol, play_call('["a", "a"]'))  # it does not ask what they are either
+    assert not decomposed(protocol, play_call('["a##b"]'))
+
+
+PAPER = RewardConfig(name="parallel_search_paper")
+
+
+@pytest.mark.parametrize(("kind", "answer", "column", "value"), CELLS)
+def test_the_formula_of_the_paper_is_the_table_less_a_constant(kind, answer, column, value):
+    question = make_question(kind)
+    episode = play(
+        question, int(column[0]), "D" in column, "Turin" if answer == "right" else "Lyon"
+    )
+    (reward,) = score_group(PAPER, PROTOCOL, [episode], question)
+    assert reward.total == pytest.approx(value - 0.35, abs=1e-9)
+
+
+def test_the_formula_of_the_paper_looks_at_every_search():
+    question = make_question()
+    late = make_episode(
+        question, "<search>a</search>", "<search>b##c</search>", "<answer>Turin</answer>"
+    )
+    (paper,) = score_group(PAPER, PROTOCOL, [late], question)
+    assert paper.parts["decomposition"] == pytest.approx(0.45)
+    assert released(question, late).parts["decomposition"] == 0.0
 
 
 def gated(*episodes, question=None):
