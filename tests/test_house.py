@@ -156,7 +156,7 @@ def requirements(root: Path) -> dict[str, set[str]]:
     parser.read(root / "setup.cfg")
     sections = {"": parser["options"]["install_requires"], **parser["options.extras_require"]}
     return {
-        extra: {re.split(r"[\[<>=~! ]", line)[0] for line in text.splitlines() if line.strip()}
+        extra: {re.split(r"[\[<>=~!; ]", line)[0] for line in text.splitlines() if line.strip()}
         for extra, text in sections.items()
     }
 
