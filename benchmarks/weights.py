@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="virtual devices to shard over")
     parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # float32 throughout, and memory that can be counted
     if arguments.load:
         source, target, devices = arguments.load
         print(json.dumps(load_and_save(Path(source), Path(target), int(devices))))

@@ -118,7 +118,7 @@ def figures(
 def _compiled(
     lowered: Any, flops: Flops, program: PlannedProgram, mesh: Mesh, slice_: Slice
 ) -> Figures:
-    counted = {"flops": flops.total, "kernel_flops": flops.kernel}
+    counted: dict[str, Any] = {"flops": flops.total, "kernel_flops": flops.kernel}
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

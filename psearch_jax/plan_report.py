@@ -175,26 +175,34 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 #: Columns of `row`.
 COLUMNS = (
-    *("model", "hardware", "headroom", "GiB a chip", "slots", "fit", "update s", "MFU", "× 6ND"),
-    *("decode tokens/s", "update moves"),
+    *("model", "hardware", "fullest program", "GiB a chip", "free", "slots", "fit"),
+    *("update", "MFU", "× 6ND", "moves", "decode"),
 )
 
 
-def row(model: str, hardware: str, plan: Plan) -> Sequence[str]:
+def row(model: str, hardware: str, plan: Plan) -> tuple[str, ...]:
     """One line of the table of recipes."""
     costs = {cost.program.name: cost for cost in plan.costs}
     update, decode = costs["update"], costs["decode"]
-    timed = update.seconds is not None and decode.seconds is not None
+    unknown = update.seconds is None or decode.seconds is None
+    speed = decode.program.tokens / decode.seconds if decode.seconds else 0.0
     return (
         model,
         hardware,
+        plan.fullest.program.name,
+        gib(plan.fullest.total_bytes).removesuffix(" GiB"),
         f"{plan.headroom:.0%}",
-        f"{gib(plan.fullest.total_bytes).removesuffix(' GiB')} ({plan.fullest.program.name})",
         str(plan.recipe.config.rollout.slots),
         str(plan.rollout_slots),
-        f"{update.seconds:.0f}" if timed else "–",
-        f"{update.model_utilisation:.0%}" if timed else "–",
+        "–" if unknown else f"{update.seconds:.0f} s",
+        "–" if unknown else f"{update.model_utilisation:.0%}",
         f"{update.over_6nd:.2f}",
-        f"{decode.program.tokens / decode.seconds:,.0f}" if timed else "–",
-        f"{update.figures.moved_bytes / 1e9:,.0f} GB" if timed else "–",
+        "–" if unknown else f"{update.figures.moved_bytes / 1e12:.2f} TB",
+        "–" if unknown else f"{speed:,.0f} tokens/s",
     )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows under `COLUMNS` as a Markdown table."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

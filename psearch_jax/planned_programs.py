@@ -124,9 +124,10 @@ def _decode(recipe: Abstract) -> PlannedProgram:
     rollout, engine = recipe.config.rollout, recipe.engine
     slots = rollout.slots
 
-    def per_slot(dtype: Any) -> jax.ShapeDtypeStruct:
+    def per_slot(dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((slots,), dtype)
 
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     inputs = SlotInputs(
         active_B=per_slot(jnp.bool_),
         length_B=per_slot(jnp.int32),
@@ -136,7 +137,7 @@ def _decode(recipe: Abstract) -> PlannedProgram:
         temperature_B=per_slot(jnp.float32),
         top_k_B=per_slot(jnp.int32),
         top_p_B=per_slot(jnp.float32),
-        stop_at=jax.ShapeDtypeStruct((), jnp.int32),
+        stop_at=scalar,
     )
     whole = replicated(recipe.mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -206,13 +207,12 @@ def _embed(recipe: Abstract) -> PlannedProgram:
 
 def abstract_batch(mesh: Mesh, rows: int, length: int) -> Batch:
     """A packed batch on the mesh."""
-    kinds = Batch(*("int32" if name.startswith(INTEGERS) else "float32" for name in Batch._fields))
-    return jax.tree.map(
-        lambda kind: jax.ShapeDtypeStruct(
-            (rows, length), jnp.dtype(kind), sharding=batch_sharding(mesh)
-        ),
-        kinds,
-    )
+
+    def leaf(name: str) -> Any:
+        kind = jnp.int32 if name.startswith(INTEGERS) else jnp.float32
+        return jax.ShapeDtypeStruct((rows, length), kind, sharding=batch_sharding(mesh))
+
+    return Batch(*(leaf(name) for name in Batch._fields))
 
 
 INTEGERS = ("tokens", "positions", "segments")

@@ -78,9 +78,7 @@ def _equation(equation: core.JaxprEqn, while_steps: int) -> Flops:
     if name == "pallas_call":
         grid = params["grid_mapping"].grid
         calls = math.prod(size for size in grid if isinstance(size, int))
-        body = inside(params["jaxpr"]) * (
-            calls * visible_blocks(str(params.get("name", "")), grid)
-        )
+        body = inside(params["jaxpr"]) * (calls * visible_blocks(str(params.get("name", "")), grid))
         return Flops(kernel=body.total)
     total = Flops()
     for jaxpr in _jaxprs(params):  # jit, remat, custom derivatives: the body runs once
@@ -96,17 +94,21 @@ def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
 def _dot(equation: core.JaxprEqn) -> float:
     (left, right), _ = equation.params["dimension_numbers"]
-    lhs = equation.invars[0].aval.shape
+    lhs = _shape(equation.invars[0])
     contracted = math.prod(lhs[axis] for axis in left)
-    return 2.0 * contracted * math.prod(equation.outvars[0].aval.shape)
+    return 2.0 * contracted * math.prod(_shape(equation.outvars[0]))
 
 
 def _convolution(equation: core.JaxprEqn) -> float:
-    kernel = equation.invars[1].aval.shape
+    kernel = _shape(equation.invars[1])
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / features
+    return 2.0 * math.prod(_shape(equation.outvars[0])) * math.prod(kernel) / features
 
 
 def visible_blocks(kernel: str, grid: tuple[Any, ...]) -> float:

@@ -15,7 +15,7 @@ from psearch_jax import cli, plan_figures, plan_report, planning, topologies
 from psearch_jax.config_files import resolve
 from psearch_jax.errors import UserError
 from psearch_jax.hlo_costs import hlo_costs
-from psearch_jax.plan_arithmetic import mesh_of_shapes, cheapest_changes, reckon
+from psearch_jax.plan_arithmetic import cheapest_changes, mesh_of_shapes, reckon
 from psearch_jax.planned_programs import PlannedProgram, programs
 from psearch_jax.planned_recipe import lay_out_abstract, matmul_parameters
 from psearch_jax.topologies import GIB, parse_slice
@@ -365,16 +365,16 @@ def test_usable_memory_is_what_the_compiler_says():
 @pytest.mark.slow
 def test_a_loop_costs_what_its_turns_cost():
     """Eight scanned layers against the line through one and two of them, written out, by the compiler's own
-    `optimal_seconds` and by ours."""
+    `optimal_seconds`. (By ours the scan is dearer than the line: it copies the weights of each turn.)"""
     slice_ = parse_slice("v5e-4")
     mesh = Mesh(np.array(topologies.open_devices(slice_)), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     rows = jax.ShapeDtypeStruct(
-        (4 * 2048, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("x"))
+        (4 * 4096, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("x"))
     )
 
     def compiled(function, layers):
-        ws = jax.ShapeDtypeStruct((layers, 1024, 1024), jnp.bfloat16, sharding=whole)
+        ws = jax.ShapeDtypeStruct((layers, 2048, 2048), jnp.bfloat16, sharding=whole)
         done = jax.jit(function).lower(rows, ws).compile()
         costs = hlo_costs(done.as_text(), clock_hz=slice_.chip.clock_hz, link_time=lambda *_: 0.0)
         return done.cost_analysis()["optimal_seconds"], costs.seconds(slice_.chip.clock_hz), costs
@@ -395,9 +395,9 @@ def test_a_loop_costs_what_its_turns_cost():
         compiled(written_out, 2),
     )
     _, ours, costs = compiled(scanned, 8)
-    assert costs.flops == 8 * 2 * 2048 * 1024**2
-    assert ours == pytest.approx(our_one + 7 * (our_two - our_one), rel=0.3)
-    assert ours == pytest.approx(their_one + 7 * (their_two - their_one), rel=0.5)
+    assert costs.flops == 8 * 2 * 4096 * 2048**2
+    assert our_one + 7 * (our_two - our_one) < ours < 2 * (our_one + 7 * (our_two - our_one))
+    assert ours == pytest.approx(their_one + 7 * (their_two - their_one), rel=0.25)
 
 
 @libtpu

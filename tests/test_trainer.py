@@ -1,6 +1,7 @@
 """The whole ring on a toy policy: order of the data, exact resume, Ctrl-C, bad batches."""
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -171,6 +172,64 @@ def test_law_13_a_killed_run_ends_with_the_same_numbers(unbroken, tmp_path):
     assert rest == steps[2:]
     assert ENGINE.compile_count == compiled  # law 6: restored arrays are like fresh ones
     for a, b in zip(params, jax.device_get(jax.tree.leaves(again.state.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+ALGORITHMS = {
+    # Three passes beside the update: the reference's, the trainer's own; and rounds of new questions.
+    "rloo": {
+        "advantage": "rloo",
+        "normalize_std": False,
+        "kl_coefficient": 0.1,
+        "kl_place": "reward",
+        "kl_estimator": "k1",
+        "kl_target": 1e-4,
+        "kl_horizon": 100.0,
+        "old_logprobs": "trainer",
+        "correction": "token",
+        "refill_rounds": 2,
+    },
+    "gae": {
+        "advantage": "gae",
+        "critic_learning_rate": 1e-2,
+        "kl_coefficient": 0.1,
+        "kl_target": 1e-4,
+        "kl_horizon": 100.0,
+        "loss": "gspo",
+        "aggregation": "sequence_mean",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_law_13_everything_that_an_algorithm_keeps_is_resumed(name, tmp_path):
+    config = replace(
+        CONFIG,
+        run_directory=str(tmp_path),
+        algorithm=replace(CONFIG.algorithm, **ALGORITHMS[name]),
+        trainer=replace(CONFIG.trainer, steps=3, checkpoint_every=1, keep=3),
+    )
+    trainer, steps = Trainer(config, ENGINE, PARAMS, QUESTIONS, mesh=MESH), []
+    trainer.run(lambda step, metrics: steps.append(numbers(metrics)))
+    assert all(metrics["grad_norm"] > 0 and metrics["gap_max"] < 1e-3 for metrics in steps)
+    # Two steps of learning are more than the target allows, so the coefficient has risen.
+    assert steps[0]["kl_coefficient"] == 0.1 < steps[2]["kl_coefficient"]
+    assert 0.0 < steps[0]["padding"] < 1.0
+    if name == "rloo":
+        assert steps[0]["correction"] == pytest.approx(1.0, abs=1e-3) and steps[0]["masked"] == 0.0
+        assert trainer.position == sum(metrics["groups"] for metrics in steps) > 9
+        assert abs(steps[0]["kl"]) < 1e-3 < abs(steps[2]["kl"])
+    else:
+        assert steps[0]["critic_value"] == 0.0 != steps[2]["critic_value"]
+        assert steps[0]["critic_grad_norm"] > 0
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    again, rest = Trainer(config, ENGINE, PARAMS, QUESTIONS, mesh=MESH), []
+    assert again.resume() and again.done == 1
+    again.run(lambda step, metrics: rest.append(numbers(metrics)))
+    assert rest == steps[1:]
+    for a, b in zip(jax.tree.leaves(again.state), jax.tree.leaves(trainer.state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

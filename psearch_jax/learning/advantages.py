@@ -115,8 +115,8 @@ def generalized_advantages(
 
 
 def whiten(
-    advantages: list[Float[np.ndarray, " L"]], policy: list[Bool[np.ndarray, " L"]]
-) -> list[Float[np.ndarray, " L"]]:
+    advantages: list[Float[np.ndarray, "..."]], policy: list[Bool[np.ndarray, "..."]]
+) -> list[Float[np.ndarray, "..."]]:
     """Advantages a token minus their mean over the policy tokens of all episodes, divided by (sample std + 1e-6).
 
     Tokens that the policy did not write neither count nor change. Without spread: 0.

@@ -165,9 +165,11 @@ class Learner:
             packed = pack(every, algorithm.row_length, self.rows)
             placed, policy_RxL = place_batch(packed, self.mesh), packed.weights_RxL > 0
         if self.logprobs is not None:
-            before_RxL = np.asarray(self.logprobs(*self.reference, self.frozen, placed))
+            # From what the rollout drew and how likely it was there: that is the policy that acted.
             kl_RxL = kl_estimate(
-                algorithm.kl_estimator, jnp.asarray(packed.old_logprobs_RxL), before_RxL
+                algorithm.kl_estimator,
+                jnp.asarray(packed.old_logprobs_RxL),
+                self.logprobs(*self.reference, self.frozen, placed),
             )
             kl_RxL = np.where(policy_RxL, np.asarray(kl_RxL), 0.0)
             divergences = unpack(kl_RxL, every, algorithm.row_length)

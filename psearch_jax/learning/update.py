@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from psearch_jax.models.decoder import hidden_states, unembedding
 from psearch_jax.models.lora import join
 
 Params = Any
+Rows = TypeVar("Rows", bound=tuple)  # a `Batch` or another named tuple of [R, L] arrays
 Metrics = dict[str, Float[Array, ""]]
 
 
@@ -57,8 +58,8 @@ def init_state(
     return jax.jit(make, out_shardings=param_shardings(mesh, jax.eval_shape(make, params)))(params)
 
 
-def place_batch(batch: Batch, mesh: Mesh | None) -> Batch:
-    """Put a batch on the devices, rows over the mesh's row axes."""
+def place_batch(batch: Rows, mesh: Mesh | None) -> Rows:
+    """Put a batch (any named tuple of [R, L] arrays) on the devices, rows over the mesh's row axes."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, batch)
     return jax.device_put(batch, batch_sharding(mesh))

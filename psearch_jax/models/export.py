@@ -28,6 +28,7 @@ from psearch_jax.models.lora import ADAPTERS, LoraSpec, is_adapter
 from psearch_jax.models.slots import Path_, Slot, decoder_name, decoder_slots
 from psearch_jax.models.tensor_files import (
     INDEX_FILE,
+    SINGLE_FILE,
     Outgoing,
     write_json,
     write_safetensors,
@@ -219,9 +220,9 @@ def _take_places(part: Path, directory: Path) -> None:
         part.rename(directory)
         return
     # Without its config the directory is no model while old and new files are mixed.
-    for name in (*LAST_FILES, INDEX_FILE, ADAPTER_FILE):
+    for name in (*LAST_FILES, INDEX_FILE, SINGLE_FILE, ADAPTER_FILE):
         (directory / name).unlink(missing_ok=True)
-    for old in directory.glob("model*.safetensors"):
+    for old in directory.glob("model-*-of-*.safetensors"):
         old.unlink()
     for file in sorted(part.iterdir(), key=lambda file: file.name in LAST_FILES):
         target = directory / file.name

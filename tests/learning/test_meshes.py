@@ -61,7 +61,16 @@ def make_batch():
 BATCH = make_batch()
 
 
-def step(config, axes, params, compute):
+SEQUENCE_LEVEL = replace(
+    ALGORITHM,
+    loss="gspo",
+    aggregation="sequence_mean",
+    old_logprobs="trainer",
+    correction="sequence",
+)
+
+
+def step(config, axes, params, compute, algorithm=ALGORITHM):
     """One step of plain gradient descent at rate 1, so that what changes is the gradient."""
     mesh = None if axes is None else make_mesh(MeshConfig(**axes))
     laid_out = on_mesh(config, Layout(mesh))
@@ -71,7 +80,7 @@ def step(config, axes, params, compute):
         frozen = jax.device_put(frozen, param_shardings(mesh, frozen))
     optimizer = optax.sgd(1.0)
     update = make_policy_update(
-        graphdef, optimizer, mesh, ALGORITHM, SamplingConfig(), compute=compute
+        graphdef, optimizer, mesh, algorithm, SamplingConfig(), compute=compute
     )
     reference = jax.tree.map(lambda x: x * 1.01, trainable)
     if mesh is not None:
@@ -115,6 +124,19 @@ def test_law_10_every_mesh_gives_the_same_loss_and_gradients(axes, lora):
     for name, value in want_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)} == {8}
+
+
+@pytest.mark.slow
+def test_law_10_sums_over_sequences_are_the_same_on_a_mesh():
+    """Rows over two devices and the tokens of a row over two: a sequence lies on several."""
+    config, params = starting_point(False)
+    want, want_metrics, _ = step(config, None, params, Compute(), SEQUENCE_LEVEL)
+    got, metrics, _ = step(config, MESHES["sequence"], params, Compute(), SEQUENCE_LEVEL)
+    for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * max(1.0, np.abs(a).max()), jax.tree_util.keystr(path)
+    for name, value in want_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert want_metrics["correction"] != 1.0
 
 
 def test_weights_are_held_in_pieces():

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from learning.tiny import GRAPHDEF, PARAMS, largest_difference, make_sequences, plain_scores
 
 from psearch_jax.config import AlgorithmConfig, MeshConfig, SamplingConfig, SupervisedConfig
 from psearch_jax.errors import UserError
-from psearch_jax.learning.batches import Batch, pack
+from psearch_jax.learning.batches import Batch, pack, unpack
+from psearch_jax.learning.rescoring import make_rescore, rescores
 from psearch_jax.learning.update import (
     init_state,
     make_policy_update,
@@ -216,7 +218,70 @@ def test_training_that_could_not_score_its_tokens_is_refused():
     ):
         with pytest.raises(UserError, match=words):
             make_policy_update(GRAPHDEF, SGD, None, ALGORITHM, sampling)
-    with pytest.raises(UserError, match="'sequence_mean'; use 'token_mean'"):
+    with pytest.raises(UserError, match="'mean'; use one of token_mean, sequence_mean"):
         make_policy_update(
-            GRAPHDEF, SGD, None, replace(ALGORITHM, aggregation="sequence_mean"), SamplingConfig()
+            GRAPHDEF, SGD, None, replace(ALGORITHM, aggregation="mean"), SamplingConfig()
         )
+
+
+#: Everything that needs sums over a sequence, a second policy or a forward pass of the old one.
+SEQUENCE_LEVEL = replace(
+    ALGORITHM,
+    loss="gspo",
+    aggregation="sequence_mean",
+    kl_coefficient=0.3,
+    kl_estimator="k2",
+    old_logprobs="trainer",
+    correction="sequence",
+    correction_cap=1.5,
+)
+
+
+def test_law_10_packing_changes_nothing_where_sequences_are_summed():
+    want, want_metrics = policy(pack(SEQUENCES, 12), SEQUENCE_LEVEL, reference=(REFERENCE,))
+    got, metrics = policy(
+        pack(SEQUENCES[::-1], 20, 7), replace(SEQUENCE_LEVEL, micro_rows=3), reference=(REFERENCE,)
+    )
+    assert largest_difference(got.params, want.params) < 1e-5
+    for name, value in want_metrics.items():
+        assert metrics[name] == pytest.approx(float(value), abs=1e-5), name
+    assert 0 < metrics["correction"] != 1.0
+
+
+def test_an_adaptive_coefficient_is_an_argument_and_compiles_nothing():
+    config = replace(ALGORITHM, kl_coefficient=0.1, kl_target=0.05)
+    update = make_policy_update(GRAPHDEF, SGD, None, config, SamplingConfig())
+    batch, told = place_batch(pack(SEQUENCES, 12), None), []
+    for coefficient in (0.1, 0.4):
+        state = init_state(PARAMS, SGD)
+        _, metrics = update(state, batch, REFERENCE, kl_coefficient=coefficient)
+        told.append(metrics)
+    assert update._cache_size() == 1
+    rise = float(told[1]["loss"] - told[0]["loss"])
+    assert rise == pytest.approx(0.3 * float(told[0]["kl"]), rel=1e-4)
+
+
+def test_old_log_probabilities_of_a_pass_of_their_own_are_those_of_the_update():
+    """What one optimiser step finds in its own forward pass, several get from a pass before the first of them."""
+    batch = place_batch(pack(SEQUENCES, 12), None)
+    want, want_metrics = policy(pack(SEQUENCES, 12), SEQUENCE_LEVEL, reference=(REFERENCE,))
+    several = replace(SEQUENCE_LEVEL, minibatches=2)
+    assert rescores(several) and not rescores(SEQUENCE_LEVEL) and not rescores(ALGORITHM)
+    rescored, told = make_rescore(GRAPHDEF, None, several, SamplingConfig())(
+        PARAMS, nnx.State({}), batch
+    )
+    for name in ("gap", "gap_max", "correction", "masked"):
+        assert told[name] == pytest.approx(float(want_metrics[name]), abs=1e-5), name
+    got, metrics = policy(rescored, several, reference=(REFERENCE,))
+    assert largest_difference(got.params, want.params) < 1e-5
+    assert metrics["loss"] == pytest.approx(float(want_metrics["loss"]), abs=1e-5)
+    lengths = [len(s.ids) for s in SEQUENCES]
+    for own, sequence, n in zip(
+        unpack(np.asarray(rescored.old_logprobs_RxL), SEQUENCES, 12),
+        SEQUENCES,
+        lengths,
+        strict=True,
+    ):
+        counts = np.asarray(sequence.weights[1:]) > 0
+        plain_L = np.asarray(plain_scores(PARAMS, sequence)[0])
+        np.testing.assert_allclose(own[1:n], np.where(counts, plain_L, 0.0), atol=1e-5)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.weights import loading
 from psearch_jax.config import MeshConfig
 from psearch_jax.errors import UserError
 from psearch_jax.mesh import make_mesh, param_shardings
@@ -371,3 +372,14 @@ def test_a_place_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         weights.save_hf_directory(tmp_path / "file" / "policy", CONFIG, params_of(CONFIG))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_gigabyte_is_loaded_in_less_host_memory_than_its_largest_file(devices):
+    """The benchmark's measurement: peak over baseline, without the parameters themselves."""
+    result = loading(1000, 250, devices)
+    assert result["checkpoint_bytes"] > 1e9
+    assert result["shards"] == 5
+    assert 0.1 < result["load_peak_over_largest_shard"] <= 1.2
+    assert result["roundtrip_identical"]
