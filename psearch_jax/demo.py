@@ -196,6 +196,7 @@ class Demo:
             self.policy.config,
             trainer.params,
             tokenizer=self.policy.tokenizer,
+            generation=self.policy.generation,
         )
         return trainer.params
 

@@ -26,7 +26,7 @@ from psearch_jax.checkpoints import (
     EXTRAS,
     Checkpointer,
     DamagedCheckpoint,
-    _verified_manifest,
+    verified_manifest,
 )
 from psearch_jax.config import Config
 from psearch_jax.errors import UserError
@@ -93,7 +93,7 @@ def trained_policy(config: Config, checkpoint: int | None = None) -> tuple[Polic
     step = steps[-1] if checkpoint is None else checkpoint
     path = checkpoints.directory / str(step)
     try:
-        saved = _verified_manifest(path)["leaves"]
+        saved = verified_manifest(path)["leaves"]
         recipe = json.loads((path / EXTRAS).read_text(encoding="utf-8")).get("recipe")
     except (DamagedCheckpoint, OSError, ValueError) as error:
         raise UserError(
@@ -134,10 +134,12 @@ def _supervised_start(config: Config) -> Policy:
 
 def _with_saved(policy: Policy, path: Path, saved: Mapping[str, Any], mesh: Mesh | None) -> Policy:
     """The policy with every parameter that the checkpoint has in place of its own."""
+    # A run with a critic saves the states of both, the policy's first.
+    prefix = "0/params/" if any(name.startswith("0/params/") for name in saved) else "params/"
     keys, tree = jax.tree_util.tree_flatten_with_path(policy.params)
-    names = ["params/" + jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in keys]
+    names = [prefix + jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in keys]
     shapes = {name: tuple(leaf.shape) for name, (_, leaf) in zip(names, keys, strict=True)}
-    stored = {name: entry for name, entry in saved.items() if name.startswith("params/")}
+    stored = {name: entry for name, entry in saved.items() if name.startswith(prefix)}
     wrong = [n for n, (shape, _) in stored.items() if shapes.get(n) != tuple(shape)]
     if wrong or not stored:
         raise UserError(

@@ -132,11 +132,15 @@ def _gather(layout: Layout, stored: Logical, used: Logical, w: jax.Array) -> jax
     return layout.constrain(w, *used)
 
 
-def _gather_forward(layout: Layout, stored: Logical, used: Logical, w: jax.Array):
+def _gather_forward(
+    layout: Layout, stored: Logical, used: Logical, w: jax.Array
+) -> tuple[jax.Array, None]:
     return layout.constrain(w, *used), None
 
 
-def _gather_backward(layout: Layout, stored: Logical, used: Logical, _: None, grad: jax.Array):
+def _gather_backward(
+    layout: Layout, stored: Logical, used: Logical, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
     return (layout.constrain(grad, *stored),)
 
 

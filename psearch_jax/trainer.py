@@ -28,7 +28,7 @@ from psearch_jax.assembly import (
     open_policy,
 )
 from psearch_jax.checkpoints import Checkpointer
-from psearch_jax.config import Config, EvaluationConfig, SupervisedConfig
+from psearch_jax.config import Config, EvaluationConfig, HardwareConfig, SupervisedConfig
 from psearch_jax.config_files import config_hash
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
@@ -252,6 +252,8 @@ def recipe_hash(config: Config) -> str:
             compile_cache="",
             supervised=SupervisedConfig(),
             evaluation=EvaluationConfig(),
+            hardware=HardwareConfig(),
+            architecture="",
         )
     )
 
@@ -295,6 +297,7 @@ def train(config: Config) -> None:
             policy.config,
             trainer.params,
             tokenizer=policy.tokenizer,
+            generation=policy.generation,
         )
 
 

@@ -56,6 +56,7 @@ def test_help_is_immediate():
         ("psearch_jax.evaluation.report", "write_report"),
         ("psearch_jax.ask", "run"),
         ("psearch_jax.demo", "run"),
+        ("psearch_jax.export", "run"),
     ],
 )
 def test_every_listed_command_has_its_room(module, function):

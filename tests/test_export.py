@@ -37,7 +37,7 @@ from psearch_jax.models.export import merge_lora
 from psearch_jax.questions.question import Question
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.run_record import save_run_record
-from psearch_jax.trainer import Trainer
+from psearch_jax.trainer import Trainer, recipe_hash
 
 TOKENIZER = make_tokenizer("whole")
 FOLLOWS = [
@@ -180,6 +180,16 @@ def test_what_is_refused_leaves_nothing(trained, tmp_path):
         export.run(replace(config, run_directory=str(copied)), tmp_path / "x")
     assert {path.name for path in tmp_path.iterdir()} == {"full", "run"}
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+def test_of_a_run_with_a_critic_the_policy_is_exported(trained, tmp_path):
+    config, policy, trainer = trained
+    critic = jax.tree.map(lambda leaf: leaf + 1, trainer.state)
+    extras = {"recipe": recipe_hash(replace(config, run_directory=str(tmp_path)))}
+    Checkpointer(tmp_path / "checkpoints").save(4, (trainer.state, critic), extras)
+    export.run(replace(config, run_directory=str(tmp_path)), tmp_path / "out", dtype="float32")
+    expected = merge_lora(policy.config, policy.graphdef, trainer.params)[2]
+    assert_same(weights.load_hf_directory(tmp_path / "out")[2], expected)
 
 
 def test_a_supervised_run_is_exported(tmp_path):

@@ -156,5 +156,5 @@ def keep_bad_batch(directory: Path, step: int, batch: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     kept = len(list(folder.glob("*.npz")))
     if kept < KEPT_BAD_BATCHES:
-        path = folder / f"step-{step}-{kept}.npz"
-        np.savez_compressed(path, **{k: np.asarray(v) for k, v in batch._asdict().items()})
+        arrays: dict[str, Any] = {k: np.asarray(v) for k, v in batch._asdict().items()}
+        np.savez_compressed(folder / f"step-{step}-{kept}.npz", **arrays)

@@ -166,12 +166,12 @@ class Learner:
             placed, policy_RxL = place_batch(packed, self.mesh), packed.weights_RxL > 0
         if self.logprobs is not None:
             # From what the rollout drew and how likely it was there: that is the policy that acted.
-            kl_RxL = kl_estimate(
+            estimate_RxL = kl_estimate(
                 algorithm.kl_estimator,
                 jnp.asarray(packed.old_logprobs_RxL),
-                self.logprobs(*self.reference, self.frozen, placed),
+                self.logprobs(self.reference[0], self.frozen, placed),
             )
-            kl_RxL = np.where(policy_RxL, np.asarray(kl_RxL), 0.0)
+            kl_RxL = np.where(policy_RxL, np.asarray(estimate_RxL), 0.0)
             divergences = unpack(kl_RxL, every, algorithm.row_length)
             told = {"kl": float(kl_RxL.sum() / max(1, policy_RxL.sum()))}
         if self.critic is not None:

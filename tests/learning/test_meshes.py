@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from psearch_jax.config import AlgorithmConfig, MeshConfig, SamplingConfig
+from psearch_jax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, SamplingConfig
 from psearch_jax.learning.batches import Sequence, pack
+from psearch_jax.learning.critic import ValueBatch, make_critic
+from psearch_jax.learning.rescoring import make_logprobs, make_rescore
 from psearch_jax.learning.update import Compute, init_state, make_policy_update, place_batch
 from psearch_jax.mesh import Layout, make_mesh, param_shardings
 from psearch_jax.models.decoder import abstract_params, init_adapters, init_params
@@ -137,6 +140,36 @@ def test_law_10_sums_over_sequences_are_the_same_on_a_mesh():
     for name, value in want_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert want_metrics["correction"] != 1.0
+
+
+@pytest.mark.slow
+def test_law_10_passes_beside_the_update_are_the_same_on_a_mesh():
+    """Old log-probabilities and a critic's values, whole on every device; the critic's step."""
+    config, params = starting_point(False)
+    several = replace(SEQUENCE_LEVEL, minibatches=2, advantage="gae", micro_rows=16)
+    told = []
+    for axes in (None, {"data": 2, "fsdp": 2, "tensor": 2}):
+        mesh = None if axes is None else make_mesh(MeshConfig(**axes))
+        graphdef, _ = abstract_params(on_mesh(config, Layout(mesh)))
+        placed = params if mesh is None else jax.device_put(params, param_shardings(mesh, params))
+        batch, nothing = place_batch(BATCH, mesh), nnx.State({})
+        given = (graphdef, mesh, several, SamplingConfig())
+        rescored, gap = make_rescore(*given)(placed, nothing, batch)
+        own_RxL = make_logprobs(*given)(placed, nothing, batch)
+        sizes = (config.hidden_size, params, mesh, several, OptimizerConfig(clip_norm=0.0), 10)
+        critic = make_critic(graphdef, *sizes)
+        # Log-probabilities for returns, and values that a step has moved away from zero.
+        targets = ValueBatch(*batch[:4], returns_RxL=own_RxL, old_values_RxL=own_RxL * 0.0)
+        state, metrics = critic.update(critic.state, targets, frozen=nothing)
+        values_RxL = critic.values(state.params, nothing, batch)
+        assert own_RxL.is_fully_replicated and values_RxL.is_fully_replicated
+        found = (rescored.old_logprobs_RxL, rescored.advantages_RxL, own_RxL, values_RxL)
+        told.append((*map(np.asarray, found), {**gap, **metrics}))
+    for a, b in zip(told[0][:-1], told[1][:-1], strict=True):
+        assert np.abs(a).max() > 0
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for name, value in told[0][-1].items():
+        assert told[1][-1][name] == pytest.approx(float(value), rel=1e-5, abs=1e-5), name
 
 
 def test_weights_are_held_in_pieces():
