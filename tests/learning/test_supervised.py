@@ -60,7 +60,7 @@ def weights_by_offset(params, layer: int) -> np.ndarray:
     tokens_BxL = jax.random.randint(jax.random.key(1), (B, L), 0, DECODER.vocab_size)
     positions_BxL = jnp.broadcast_to(jnp.arange(L), (B, L))
     tables = attention.rotary_tables(positions_BxL, DECODER.head_dim, DECODER.rope_theta)
-    block = model.blocks()[layer]
+    block = model.layers[layer]
     x_BxLxD = model.embed(tokens_BxL, jnp.float32)
     q, k, _ = block.self_attn.project(block.input_layernorm(x_BxLxD), tables)
     k = jnp.repeat(k, DECODER.num_heads // DECODER.num_kv_heads, axis=2)
