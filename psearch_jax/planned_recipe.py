@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from psearch_jax.assembly import EMBEDDED_POLICY, lora_spec
 from psearch_jax.config import Config
 from psearch_jax.errors import UserError
+from psearch_jax.learning.experience import batch_rows
 from psearch_jax.learning.optimizers import make_optimizer
 from psearch_jax.learning.update import TrainState
 from psearch_jax.mesh import Layout, abstract, param_shardings, row_shards
@@ -126,15 +127,6 @@ def lay_out_abstract(config: Config, mesh: Mesh) -> Abstract:
         ),
         rows=batch_rows(config, row_shards(mesh)),
     )
-
-
-def batch_rows(config: Config, shards: int) -> int:
-    """Rows of a step's batch, as the trainer counts them: room for the longest episodes there can be."""
-    algorithm = config.algorithm
-    episodes = config.trainer.questions_per_step * config.trainer.group_size
-    needed = -(-episodes // max(1, algorithm.row_length // config.rollout.context))
-    multiple = algorithm.minibatches * -(-algorithm.micro_rows // shards) * shards
-    return -(-needed // multiple) * multiple
 
 
 def read_architecture(config: Config) -> DecoderConfig:

@@ -7,10 +7,11 @@ import re
 import pytest
 
 from psearch_jax.config_files import resolve
+from psearch_jax.learning.experience import batch_rows
 from psearch_jax.mesh import Layout, row_shards
 from psearch_jax.models.decoder_config import DecoderConfig, on_mesh
 from psearch_jax.plan_arithmetic import mesh_of_shapes
-from psearch_jax.planned_recipe import batch_rows, read_architecture
+from psearch_jax.planned_recipe import read_architecture
 from psearch_jax.rollout.protocol import control_tags
 from psearch_jax.topologies import parse_slice
 

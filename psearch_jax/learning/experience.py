@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from psearch_jax.config import AlgorithmConfig
+from psearch_jax.config import AlgorithmConfig, Config
 from psearch_jax.learning.advantages import (
     generalized_advantages,
     outcome_advantages,
@@ -158,3 +158,16 @@ def keep_bad_batch(directory: Path, step: int, batch: Any) -> None:
     if kept < KEPT_BAD_BATCHES:
         arrays: dict[str, Any] = {k: np.asarray(v) for k, v in batch._asdict().items()}
         np.savez_compressed(folder / f"step-{step}-{kept}.npz", **arrays)
+
+
+def batch_rows(config: Config, shards: int) -> int:
+    """Rows of a step's batch over `shards` row shards: room for the longest episodes there can be, in whole
+    micro-batches of every minibatch.
+
+    So every step has the same shape (law 6), and micro-batches that stay empty are stepped over.
+    """
+    algorithm = config.algorithm
+    episodes = config.trainer.questions_per_step * config.trainer.group_size
+    needed = -(-episodes // max(1, algorithm.row_length // config.rollout.context))
+    multiple = algorithm.minibatches * -(-algorithm.micro_rows // shards) * shards
+    return -(-needed // multiple) * multiple

@@ -21,6 +21,7 @@ from psearch_jax.learning.batches import Sequence as Tokens
 from psearch_jax.learning.batches import pack, padding_share, unpack
 from psearch_jax.learning.critic import ValueBatch, make_critic, value_batches
 from psearch_jax.learning.experience import (
+    batch_rows,
     give_advantages,
     keep_bad_batch,
     merge_metrics,
@@ -86,13 +87,7 @@ class Learner:
         if algorithm.advantage == "gae":
             sizes = (width, trainable, mesh, algorithm, config.optimizer, updates)
             self.critic = make_critic(graphdef, *sizes, compute=compute)
-        # Enough rows for the longest episodes there can be: every step has the same shape (law 6), and
-        # micro-batches that stay empty are stepped over.
-        episodes = config.trainer.questions_per_step * config.trainer.group_size
-        needed = -(-episodes // max(1, algorithm.row_length // config.rollout.context))
-        shards = row_shards(mesh)
-        multiple = algorithm.minibatches * -(-algorithm.micro_rows // shards) * shards
-        self.rows = -(-needed // multiple) * multiple
+        self.rows = batch_rows(config, row_shards(mesh))
 
     def _placed(self, tree: nnx.State) -> nnx.State:
         return jax.device_put(tree, param_shardings(self.mesh, tree)) if self.mesh else tree
