@@ -10,74 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from psearch_jax.config import AlgorithmConfig, Config, RewardConfig, RewardParts
+from psearch_jax.config_values import ABOVE_ZERO, ANY_SIGN, CHOICES, SHARES
 from psearch_jax.errors import UserError
 from psearch_jax.questions.question import KINDS
-
-#: Settings with a fixed list of values.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "retrieval.embed": ("text", "contents"),
-    "retrieval.kind": ("scann", "exact", "none"),
-    "retrieval.pooling": ("auto", "mean", "cls"),
-    "retrieval.encoder_dtype": ("float32", "bfloat16"),
-    "model.param_dtype": ("float32", "bfloat16"),
-    "model.compute_dtype": ("auto", "float32", "bfloat16"),
-    "model.remat": ("none", "dots", "full"),
-    "model.attention": ("auto", "plain", "dot_product", "splash"),
-    "rollout.dtype": ("auto", "float32", "bfloat16"),
-    "protocol.opening": ("last", "first"),
-    "protocol.query_form": ("text", "tool_call"),
-    "protocol.answer_form": ("whole", "boxed"),
-    "protocol.format": ("strict", "paired"),
-    "reward.name": (*(field.name for field in fields(RewardParts)), "composed"),
-    "optimizer.name": ("adam", "muon"),
-    "optimizer.schedule": ("constant", "cosine", "linear"),
-    "algorithm.advantage": ("grpo", "rloo", "reinforce", "gae"),
-    "algorithm.loss": ("clipped", "gspo", "cispo"),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.kl_place": ("loss", "reward"),
-    "algorithm.old_logprobs": ("rollout", "trainer"),
-    "algorithm.correction": ("none", "token", "sequence"),
-    "algorithm.aggregation": ("token_mean", "sequence_mean", "fixed_length"),
-    "evaluation.split": ("train", "dev", "test"),
-}
-
-#: Settings that must be above zero. Every other number may be zero, and only `ANY_SIGN` below it.
-ABOVE_ZERO = frozenset(
-    (
-        *(
-            "mesh.fsdp",
-            "mesh.tensor",
-            "mesh.sequence",
-            "model.lora_alpha",
-            "retrieval.embed_batch_tokens",
-        ),
-        *("protocol.max_subqueries", "protocol.top_k", "protocol.observation_tokens"),
-        *("reward.judge.timeout", "reward.judge.concurrency", "reward.judge.reply_tokens"),
-        *("reward.judge.give_up_after",),
-        *("protocol.turn_tokens", "sampling.top_p", "rollout.slots", "rollout.context"),
-        *("rollout.decode_block", "optimizer.learning_rate", "optimizer.adam_learning_rate"),
-        *("algorithm.minibatches", "algorithm.row_length", "algorithm.micro_rows"),
-        *("algorithm.logprob_chunk", "trainer.questions_per_step", "trainer.group_size"),
-        *("algorithm.critic_learning_rate", "algorithm.kl_horizon"),
-        *("trainer.checkpoint_every", "trainer.keep", "supervised.rows_per_step"),
-        *("supervised.row_length", "supervised.micro_rows", "supervised.checkpoint_every"),
-        *("supervised.keep", "supervised.check_every", "supervised.steps_per_world"),
-        *("supervised.architecture.vocab_size", "supervised.architecture.hidden_size"),
-        *("supervised.architecture.intermediate_size", "supervised.architecture.num_layers"),
-        *("supervised.architecture.num_heads", "supervised.architecture.num_kv_heads"),
-        *("supervised.architecture.head_dim",),
-    )
-)
-ANY_SIGN = frozenset(("mesh.data",))
-#: Shares, which end at 1.
-SHARES = frozenset(
-    (
-        *("sampling.top_p", "optimizer.b1", "optimizer.b2", "algorithm.clip_low"),
-        *("algorithm.gamma", "algorithm.gae_lambda", "algorithm.correction_low"),
-        *("reward.judge.fallback",),
-        *("supervised.real_share", "supervised.drill_share", "supervised.drill_shared"),
-    )
-)
 
 
 def check(config: Config, flat: Mapping[str, Any], origins: Mapping[str, str]) -> None:

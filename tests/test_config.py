@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from psearch_jax.config import Config, ProtocolConfig, TrainerConfig
-from psearch_jax.config_checks import ABOVE_ZERO, ANY_SIGN, CHOICES, SHARES
 from psearch_jax.config_files import config_hash, fields, flatten, resolve, to_yaml
+from psearch_jax.config_values import ABOVE_ZERO, ANY_SIGN, CHOICES, SHARES
 from psearch_jax.errors import UserError
 from psearch_jax.run_record import code_version, save_run_record
 

@@ -11,7 +11,16 @@ import pytest
 
 #: Data flows one way: a module or room imports only what stands before it here.
 ORDER = (
-    *("__init__", "errors", "config", "mesh", "checkpoints", "interruption"),
+    *(
+        "__init__",
+        "errors",
+        "config_learning",
+        "config",
+        "config_values",
+        "mesh",
+        "checkpoints",
+        "interruption",
+    ),
     *("models", "retrieval", "questions"),
     *("config_checks", "config_files", "run_record", "metrics_log", "display"),
     *("rollout", "assembly", "rewards", "learning", "step_metrics", "evaluation"),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from psearch_jax import config_checks
+from psearch_jax import config_values
 from psearch_jax.config_files import resolve
 from psearch_jax.errors import UserError
 from psearch_jax.learning import aggregation, corrections, kl, objective
@@ -93,4 +93,4 @@ def test_the_configuration_offers_what_there_is():
         ("kl_estimator", kl.ESTIMATORS),
         ("kl_place", kl.PLACES),
     ):
-        assert config_checks.CHOICES[f"algorithm.{key}"] == names, key
+        assert config_values.CHOICES[f"algorithm.{key}"] == names, key

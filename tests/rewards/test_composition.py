@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from rewards.episodes import PROTOCOL, make_episode, make_question, play
 
 from psearch_jax.config import RewardConfig, RewardParts
-from psearch_jax.config_checks import CHOICES
 from psearch_jax.config_files import resolve
+from psearch_jax.config_values import CHOICES
 from psearch_jax.errors import UserError
 from psearch_jax.retrieval.passages import Hit, Passage
 from psearch_jax.rewards.composition import REWARDS, Reward, score_group, score_groups
