@@ -149,5 +149,7 @@ def open_engine(
         backend,
         config.rollout,
         retries=config.retrieval.retries,
+        timeout=config.retrieval.timeout,
+        concurrency=config.retrieval.concurrency,
         mesh=mesh,
     )

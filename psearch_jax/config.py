@@ -74,6 +74,10 @@ class RetrievalConfig:
     directory: str = "runs/index"  # indexes are kept here under their fingerprint
     cache_size: int = 65536  # LRU entries (query, k)
     retries: int = 2  # after a failed search
+    timeout: float = (
+        60.0  # seconds for a search with its repetitions; then its episodes get "no results"
+    )
+    concurrency: int = 4  # batches of queries that are searched at the same time
     embed_batch_tokens: int = 2048
     # How the encoder is used. "auto": what its files say, else what is known of its family. An empty prefix: none.
     pooling: str = "auto"  # "auto", "mean" or "cls"
@@ -142,6 +146,9 @@ class RolloutConfig:
 
     slots: int = 96
     context: int = 512  # tokens of one episode, prompt and observations included
+    # Slots that one decoding block computes; 0: all of them, where their cache lies. Fewer: the caches of some that do
+    # not wait are copied together for each block, so that slots which wait for a search cost nothing.
+    decode_rows: int = 0
     decode_block: int = 16  # decoding steps of one device call at most
     append_buckets: tuple[int, ...] = (32, 64, 128, 256)
     window_buckets: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
@@ -152,7 +159,7 @@ class RolloutConfig:
         0  # slots whose prompts or observations one device call appends; 0: an eighth of them
     )
     pause_share: float = (
-        0.125  # appends, refills and searches wait until this share of the live slots waits
+        0.125  # appends and refills wait until this share of the rows of a block waits
     )
 
 

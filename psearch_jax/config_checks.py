@@ -81,6 +81,12 @@ def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"the largest of rollout.append_buckets is {rollout.append_buckets[-1]}, which is larger than "
             f"rollout.context={rollout.context}: remove it",
         )
+    if rollout.decode_rows > rollout.slots:
+        yield (
+            ("rollout.decode_rows", "rollout.slots"),
+            f"rollout.decode_rows={rollout.decode_rows} is more than rollout.slots={rollout.slots}: make it "
+            "smaller, or 0 for all slots",
+        )
     for key, size in (
         ("protocol.turn_tokens", config.protocol.turn_tokens),
         ("protocol.observation_tokens", config.protocol.observation_tokens),

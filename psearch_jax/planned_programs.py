@@ -18,7 +18,7 @@ from psearch_jax.mesh import batch_sharding, replicated, row_shards
 from psearch_jax.models import text_encoder
 from psearch_jax.models.lora import join
 from psearch_jax.planned_recipe import Abstract
-from psearch_jax.rollout.programs import SlotInputs
+from psearch_jax.rollout.programs import empty_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +122,14 @@ WHILE_PLAYING = ("parameters", "optimizer", "frozen", "reference", "encoder")
 
 def _decode(recipe: Abstract) -> PlannedProgram:
     rollout, engine = recipe.config.rollout, recipe.engine
-    slots = rollout.slots
-
-    def per_slot(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((slots,), dtype)
-
-    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    inputs = SlotInputs(
-        active_B=per_slot(jnp.bool_),
-        length_B=per_slot(jnp.int32),
-        room_B=per_slot(jnp.int32),
-        group_B=per_slot(jnp.uint32),
-        member_B=per_slot(jnp.uint32),
-        temperature_B=per_slot(jnp.float32),
-        top_k_B=per_slot(jnp.int32),
-        top_p_B=per_slot(jnp.float32),
-        stop_at=scalar,
-    )
+    rows = rollout.decode_rows or rollout.slots
+    inputs = jax.eval_shape(lambda: empty_rows(rows, rollout.slots))
     whole = replicated(recipe.mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     pauses_V = jax.ShapeDtypeStruct((recipe.decoder.vocab_size,), jnp.bool_, sharding=whole)
     return PlannedProgram(
         name="decode",
-        what=f"{rollout.decode_block} tokens in {slots} slots of {rollout.context}",
+        what=f"{rollout.decode_block} tokens in {rows} slots of {rollout.context}",
         function=engine.decode,
         arguments=(
             recipe.rollout_params,
@@ -155,7 +140,7 @@ def _decode(recipe: Abstract) -> PlannedProgram:
         ),
         options={"window": engine.windows[-1]},
         beside=WHILE_PLAYING,
-        tokens=slots * rollout.decode_block,
+        tokens=rows * rollout.decode_block,
         while_steps=rollout.decode_block,
     )
 

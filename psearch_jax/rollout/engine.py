@@ -26,7 +26,7 @@ from psearch_jax.rollout import programs
 from psearch_jax.rollout.environment import Backend, SearchEnvironment
 from psearch_jax.rollout.episode import Episode, Request
 from psearch_jax.rollout.loop import Player
-from psearch_jax.rollout.programs import Block, SlotInputs, SlotState
+from psearch_jax.rollout.programs import Block, SlotState, empty_rows
 from psearch_jax.rollout.protocol import control_tags, prompt_text, stop_tags
 from psearch_jax.rollout.seats import Event
 
@@ -40,7 +40,8 @@ class Engine:
       protocol: how episodes are written; a rollout may be given another.
       backend: what answers searches.
       rollout: slots, context and shapes.
-      retries: repetitions of a failed search.
+      retries, timeout, concurrency: repetitions of a failed search, seconds until it is given up, and batches that are
+        searched at the same time.
       end_ids: tokens that end an episode; the tokenizer's end token unless given.
       mesh: where the engine computes, slots and weights laid out by the rollout column of `mesh.RULES`; parameters
         are brought there. The first local device unless given.
@@ -59,12 +60,16 @@ class Engine:
         rollout: RolloutConfig,
         *,
         retries: int = 2,
+        timeout: float = 60.0,
+        concurrency: int = 4,
         end_ids: Sequence[int] | None = None,
         mesh: Mesh | None = None,
     ):
         self.graphdef, self.config, self.tokenizer = graphdef, config, tokenizer
         self.protocol, self.rollout_config = protocol, rollout
-        self.environment = SearchEnvironment(backend=backend, retries=retries)
+        self.environment = SearchEnvironment(
+            backend=backend, retries=retries, timeout=timeout, concurrency=concurrency
+        )
         if end_ids is None:
             end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.end_ids = tuple(end_ids)
@@ -78,7 +83,9 @@ class Engine:
         # Slots lie on devices in `pieces` runs of equal length, and so do the rows of an append.
         self.pieces = self.layout.size("rows")
         check_divides(self.layout, "rollout.slots", "rows", rollout.slots)
-        rows = rollout.append_rows or max(1, rollout.slots // 8)
+        if rollout.decode_rows:
+            check_divides(self.layout, "rollout.decode_rows", "rows", rollout.decode_rows)
+        rows = rollout.append_rows or max(1, (rollout.decode_rows or rollout.slots) // 8)
         self.append_rows = -(-rows // self.pieces) * self.pieces
 
         def start() -> SlotState:
@@ -102,6 +109,7 @@ class Engine:
                 graphdef,
                 steps=rollout.decode_block,
                 dtype=dtype,
+                some=0 < rollout.decode_rows < rollout.slots,
                 layout=self.layout,
             ),
             static_argnames="window",
@@ -188,7 +196,7 @@ class Engine:
     def warm_up(self, params: nnx.State) -> None:
         """Compile every program that a rollout can need, by running each once on empty slots."""
         slots, rows = self.rollout_config.slots, self.append_rows
-        zeros_B, none_B = np.zeros(slots, np.int32), np.zeros(slots, bool)
+        none_B = np.zeros(slots, bool)
         nobody_N = np.full(rows, slots, np.int32)
         params = self.place(params)
         key = jax.device_put(jax.random.key(0), self.sharding)
@@ -205,17 +213,7 @@ class Engine:
             smaller = chunk
         state = self.clear(state, none_B)
         state = self.seat(state, none_B, nobody_N, nobody_N, none_B)
-        inputs = SlotInputs(
-            active_B=none_B,
-            length_B=zeros_B,
-            room_B=zeros_B,
-            group_B=zeros_B.astype(np.uint32),
-            member_B=zeros_B.astype(np.uint32),
-            temperature_B=np.zeros(slots, np.float32),
-            top_k_B=zeros_B,
-            top_p_B=np.ones(slots, np.float32),
-            stop_at=np.int32(0),
-        )
+        inputs = empty_rows(self.rollout_config.decode_rows or slots, slots)
         pauses_V = self.pauses(self.protocol, self.end_ids)
         for window in self.windows:
             state, _ = self.decode(params, state, inputs, key, pauses_V, window=window)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -34,65 +36,109 @@ class SearchCounts:
     """What was asked of the environment since it was made."""
 
     queries: int = 0  # asked by episodes
-    distinct: int = 0  # sent to the backend, each once a batch
+    distinct: int = 0  # sent to the backend: each once, however many episodes wait for it
     batches: int = 0
-    retried: int = 0  # calls that were repeated
-    failed: int = 0  # queries of episodes answered with "no results" because every call failed
+    retried: int = 0  # attempts after the first
+    failed: int = 0  # queries of episodes answered with "no results" because no attempt gave any
+    late: int = 0  # those of `failed` whose time was up
 
 
 @dataclass(kw_only=True)
 class SearchEnvironment:
-    """Sends the sub-queries of waiting episodes to a backend, each distinct one once (law 5).
+    """Where the sub-queries of episodes are sent, and what happens when that fails.
 
-    A call that raises or returns something other than one list of hits for every query is repeated up to `retries`
-    times. Then every query of it is answered with no hits and counted as failed (law 14): the protocol renders
-    that as its "no results" line, and the episode goes on.
+    What raises, or returns something other than one list of hits for every query, is asked again up to `retries`
+    times; a query whose list alone is malformed is asked again alone. Then its episodes get no hits for it, counted
+    as failed (law 14): the protocol renders that as its "no results" line, and the episode goes on.
+
+    timeout: seconds that a search may take, repetitions included. concurrency: batches that are searched at the same
+    time. Both matter to `searches.Searches`, which waits in the background; `search` here waits for the backend.
     """
 
     backend: Backend
     retries: int = 2
+    timeout: float = 60.0
+    concurrency: int = 4
     counts: SearchCounts = field(default_factory=SearchCounts)
 
     def search(self, episodes: Sequence[Sequence[str]], k: int) -> list[Found]:
         """Search for the queries of several episodes; one `Found` for each, in order."""
         distinct = list(dict.fromkeys(query for queries in episodes for query in queries))
-        found = self._call(distinct, k) if distinct else []
+        reply = ask(self.backend, distinct, k, self.retries)
         self.counts.queries += sum(map(len, episodes))
-        if found is None:
-            self.counts.failed += sum(map(len, episodes))
-            return [Found(hits=((),) * len(queries), failed=len(queries)) for queries in episodes]
-        by_query = dict(zip(distinct, found, strict=True))
-        return [Found(hits=tuple(by_query[query] for query in queries)) for queries in episodes]
+        self.counts.batches += bool(distinct)
+        self.counts.distinct += len(distinct)
+        self.counts.retried += reply.retried
+        return [self.found(queries, reply.hits) for queries in episodes]
 
-    def _call(self, queries: list[str], k: int) -> list[tuple[Hit, ...]] | None:
-        """The hits of each query, or None when every call failed."""
-        self.counts.batches += 1
-        self.counts.distinct += len(queries)
-        for attempt in range(self.retries + 1):
-            self.counts.retried += attempt > 0
+    def found(self, queries: Sequence[str], hits: Mapping[str, tuple[Hit, ...]]) -> Found:
+        """What one episode is told: the hits of its queries, those without any entry counted as failed."""
+        failed = sum(query not in hits for query in queries)
+        self.counts.failed += failed
+        return Found(hits=tuple(hits.get(query, ()) for query in queries), failed=failed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a backend said to one batch: the hits of each query that it answered, and attempts after the first."""
+
+    hits: Mapping[str, tuple[Hit, ...]]
+    retried: int = 0
+
+
+def ask(
+    backend: Backend,
+    queries: Sequence[str],
+    k: int,
+    retries: int,
+    *,
+    until: float = math.inf,
+) -> Reply:
+    """Ask for distinct queries, and again for those without an answer; whatever a backend raises stays here.
+
+    The last attempt asks one query at a time, so that a query which the backend cannot bear costs no other its
+    answer. until: no attempt begins after that time of `time.monotonic`.
+    """
+    hits: dict[str, tuple[Hit, ...]] = {}
+    missing, retried = list(queries), 0
+    for attempt in range(retries + 1):
+        if not missing or (attempt and time.monotonic() >= until):
+            break
+        retried = attempt
+        singly = 0 < attempt == retries
+        for part in [[query] for query in missing] if singly else [missing]:
+            if attempt and time.monotonic() >= until:
+                break
             try:
-                return _checked(self.backend.search(queries, k), len(queries), k)
+                hits |= _checked(backend.search(part, k), part, k)
             except Exception as error:  # whatever a backend raises, the episodes go on
                 _log.warning(
                     "search of %d queries failed (attempt %d of %d): %s: %s",
-                    len(queries),
+                    len(part),
                     attempt + 1,
-                    self.retries + 1,
+                    retries + 1,
                     type(error).__name__,
                     error,
                 )
-        return None
+        missing = [query for query in missing if query not in hits]
+    return Reply(hits=hits, retried=retried)
 
 
-def _checked(results: object, count: int, k: int) -> list[tuple[Hit, ...]]:
-    """The results as tuples of at most k hits; ValueError when they are malformed."""
-    if not isinstance(results, (list, tuple)) or len(results) != count:
+def _checked(results: object, queries: Sequence[str], k: int) -> dict[str, tuple[Hit, ...]]:
+    """At most k hits for each query whose list is one of hits; ValueError when it is not clear whose they are."""
+    if not isinstance(results, (list, tuple)) or len(results) != len(queries):
         size = len(results) if isinstance(results, (list, tuple)) else type(results).__name__
-        raise ValueError(f"the backend returned {size} results for {count} queries")
-    for hits in results:
-        if not isinstance(hits, (list, tuple)) or not all(_is_hit(hit) for hit in hits):
-            raise ValueError("the backend returned something that is not a list of hits")
-    return [tuple(hits[:k]) for hits in results]
+        raise ValueError(f"the backend returned {size} results for {len(queries)} queries")
+    good = {
+        query: tuple(hits[:k])
+        for query, hits in zip(queries, results, strict=True)
+        if isinstance(hits, (list, tuple)) and all(map(_is_hit, hits))
+    }
+    if len(good) < len(queries):
+        _log.warning(
+            "%d of %d results are not a list of hits", len(queries) - len(good), len(queries)
+        )
+    return good
 
 
 def _is_hit(hit: object) -> bool:

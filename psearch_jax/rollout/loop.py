@@ -1,16 +1,13 @@
 """The host's half of a rollout: who sits in which slot, what a paused turn says, what is appended.
 
-Single-threaded, and every decision depends on token counts alone, never on a clock: the same requests
-give the same sequence of device calls.
+Single-threaded about episodes; searches run in the background (`searches.py`).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,9 +16,12 @@ from flax import nnx
 from jaxtyping import Array
 
 from psearch_jax.config import ProtocolConfig, SamplingConfig
+from psearch_jax.rollout.environment import Found
 from psearch_jax.rollout.episode import Episode, Request, Role
-from psearch_jax.rollout.programs import Block, SlotInputs
+from psearch_jax.rollout.figures import Figures
+from psearch_jax.rollout.programs import Block, RowInputs, empty_rows
 from psearch_jax.rollout.protocol import parse_turn, render_results
+from psearch_jax.rollout.searches import Searches
 from psearch_jax.rollout.seats import Event, Runs, Seat
 
 if TYPE_CHECKING:
@@ -59,64 +59,82 @@ class Player:
         ] * self.slots  # whose prompt each slot's cache begins with
         self.episodes: list[Episode | None] = [None] * len(requests)
         self.dirty_B = np.zeros(self.slots, bool)  # slots in whose cache something is not finite
-        self.figures: Counter[str] = Counter()
-        self.forwarded = Counter(prompt=0, policy=0, observation=0)  # real tokens
-        self.seconds: Counter[str] = Counter()
+        self.rows = engine.rollout_config.decode_rows or self.slots  # of a decoding block
+        self.figures = Figures(slots=self.slots, rows=self.rows)
+        self.searches = Searches(engine.environment, protocol.top_k)
+        self.unsent: list[Seat] = []
         self.counts_before = Counter(vars(engine.environment.counts))
         self.compiled_before = engine.compile_count
 
     def play(self) -> list[Episode]:
         """Run until every episode has ended."""
-        began = time.perf_counter()
-        self.state = self.engine.start()
-        while self.queue or any(self.seats):
-            if self._should_serve():
+        with self.figures.clock("total"):
+            self.state = self.engine.start()
+            while self.queue or any(self.seats):
                 self._search()
-                self._take_seats()
-            if any(seat and seat.state == "decoding" for seat in self.seats):
-                self._read(self._decode())
-        del self.state  # the cache is given back between rollouts
-        self.seconds["total"] = time.perf_counter() - began
+                if self._should_serve():
+                    self._take_seats()
+                if rows := self._choose_rows():
+                    self._read(self._decode(rows), rows)
+            del self.state  # the cache is given back between rollouts
         return [episode for episode in self.episodes if episode is not None]
 
-    # -- serving: searches, refills and appends, when enough slots wait for them
+    # -- serving: refills and appends, when enough slots wait for them
 
     def _waiting(self) -> tuple[int, int]:
-        """Slots that decode, and slots that could but wait (for results, for tokens, for an episode)."""
+        """Slots that decode, and slots that could but wait (for tokens, or for an episode)."""
         active = sum(seat is not None and seat.state == "decoding" for seat in self.seats)
+        appending = sum(seat is not None and seat.state == "appending" for seat in self.seats)
         empty = sum(seat is None for seat in self.seats)
-        return active, self.slots - active - empty + min(empty, len(self.queue))
+        return active, appending + min(empty, len(self.queue))
 
-    def _patience(self) -> tuple[int, int]:
-        """(active slots, slots that must wait before they are served). One append for many beats many appends."""
-        active, waiting = self._waiting()
+    def _patience(self, active: int, waiting: int) -> int:
+        """How many must wait before something is done for them. One append for many beats many appends."""
         share = self.engine.rollout_config.pause_share
-        return active, max(1, math.ceil(share * (active + waiting)))
+        return max(1, math.ceil(share * min(active + waiting, self.rows)))
 
     def _should_serve(self) -> bool:
         active, waiting = self._waiting()
-        return active == 0 or waiting >= self._patience()[1]
+        return waiting > 0 and (active == 0 or waiting >= self._patience(active, waiting))
+
+    # -- searching
 
     def _search(self) -> None:
-        """Answer every search that waits, in one batch."""
-        seats = [seat for seat in self.seats if seat and seat.state == "searching"]
-        if not seats:
+        """Send what paused slots ask, in one batch; take up what has been answered."""
+        self.searches.send([(seat.index, seat.episode.turns[-1].queries) for seat in self.unsent])
+        self.unsent.clear()
+        if not len(self.searches):
             return
-        with self._clock("search"):
-            found = self.engine.environment.search(
-                [seat.episode.turns[-1].queries for seat in seats], self.protocol.top_k
-            )
-        for seat, results in zip(seats, found, strict=True):
-            turn = seat.episode.turns[-1]
-            turn.hits, turn.failed = results.hits, results.failed
-            text = render_results(
-                self.protocol,
-                turn.queries,
-                turn.hits,
-                lambda line: len(self.engine.encode(line)),
-                reserved=self.engine.reserved,
-            )
-            self._observe(seat, text)
+        with self.figures.clock("search"):
+            found = self.searches.collect(self._time_to_wait())
+        for seat in [s for s in self.seats if s and s.state == "searching" and s.index in found]:
+            self._answer(seat, found[seat.index])
+
+    def _time_to_wait(self) -> float:
+        """Seconds to wait for results rather than decode without their slots.
+
+        With nothing else to do, as long as it takes. Otherwise only where it costs less than it brings: the slots that
+        search would stand still for a block, those that decode would stand still meanwhile.
+        """
+        active, waiting = self._waiting()
+        if not active and not waiting:
+            return math.inf
+        idle = self.rows - min(active + waiting, self.rows)
+        worth = self.figures.block_seconds * min(idle, len(self.searches)) / max(active, 1)
+        return worth if (self.searches.usual or 0.0) <= worth else 0.0
+
+    def _answer(self, seat: Seat, found: Found) -> None:
+        """Give an episode its results."""
+        turn = seat.episode.turns[-1]
+        turn.hits, turn.failed = found.hits, found.failed
+        text = render_results(
+            self.protocol,
+            turn.queries,
+            turn.hits,
+            lambda line: len(self.engine.encode(line)),
+            reserved=self.engine.reserved,
+        )
+        self._observe(seat, text)
 
     def _observe(self, seat: Seat, text: str) -> None:
         """Queue an observation for appending, or end the episode when it leaves no room for a token after it."""
@@ -173,7 +191,7 @@ class Player:
             begins_B[slot] = True
         self._append(prefilled_B)
         if begins_B.any():
-            with self._clock("prefill"):
+            with self.figures.clock("prefill"):
                 self._seat(prefilled_B, copies, begins_B)
 
     def _append(self, prefilled_B: np.ndarray) -> None:
@@ -195,14 +213,14 @@ class Player:
                 slot_N[n], count_N[n] = slot, len(piece)
                 start_N[n] = seat.length - len(seat.pending) - len(piece)
                 tokens_NxT[n, : len(piece)] = piece
-                self.forwarded["prompt" if prefilled_B[slot] else "observation"] += len(piece)
+                role = "prompt" if prefilled_B[slot] else "observation"
+                self.figures.forwarded[role] += len(piece)
                 if not seat.pending:
                     seat.state = "decoding"
-            self.figures["append_calls"] += 1
-            self.figures["append_positions"] += rows * bucket
+            self.figures.counts.update(append_calls=1, append_positions=rows * bucket)
             reach = int((start_N + count_N).max())
             window = next(size for size in self.engine.append_windows if size >= reach)
-            with self._clock("prefill" if prefilled_B[work[0][0]] else "append"):
+            with self.figures.clock("prefill" if prefilled_B[work[0][0]] else "append"):
                 self.state = self.engine.append(
                     self.params, self.state, slot_N, tokens_NxT, start_N, count_N, window=window
                 )
@@ -232,70 +250,59 @@ class Player:
 
     # -- decoding
 
-    def _decode(self) -> Block:
-        """One block in every slot that decodes."""
-        active, patience = self._patience()
+    def _choose_rows(self) -> list[tuple[int, Seat]]:
+        """(row of the block, seat) for each that decodes next: all that can, or the earliest that find room."""
+        ready = [seat for seat in self.seats if seat and seat.state == "decoding"]
+        if self.rows == self.slots:
+            return [(seat.slot, seat) for seat in ready]
+        ready.sort(key=lambda seat: seat.index)
+        return self.runs.deal(ready, self.rows, lambda seat: seat.slot)
+
+    def _decode(self, rows: Sequence[tuple[int, Seat]]) -> Block:
+        """One block in these rows."""
         waiting = self._waiting()[1]
-        inputs = self._inputs(stop_at=max(0, active + waiting - patience))
+        stop_at = max(0, len(rows) + waiting - self._patience(len(rows), waiting))
+        inputs = self._inputs(rows, stop_at=min(stop_at, len(rows) - 1))
         steps = self.engine.rollout_config.decode_block
-        reach_B = inputs.length_B + np.minimum(inputs.room_B, steps)
-        reach = int(reach_B[inputs.active_B].max())
-        window = next(size for size in self.engine.windows if size >= reach)
-        with self._clock("decode"):
+        reach_R = inputs.length_R + np.minimum(inputs.room_R, steps)
+        window = next(size for size in self.engine.windows if size >= int(reach_R.max()))
+        with self.figures.clock("decode"):
             self.state, block = self.engine.decode(
                 self.params, self.state, inputs, self.key, self.pauses_V, window=window
             )
             block = jax.device_get(block)
-        drawn, steps = int(block.count_B.sum()), int(block.steps)
-        self.forwarded["policy"] += drawn
-        self.figures["blocks"] += 1
-        self.figures["steps"] += steps
-        if self.queue:
-            self.figures["busy_steps"] += steps
-            self.figures["busy_drawn"] += drawn
+        self.figures.decoded(
+            drawn=int(block.count_R.sum()), steps=int(block.steps), busy=bool(self.queue)
+        )
         return block
 
-    def _inputs(self, *, stop_at: int) -> SlotInputs:
-        slots = self.slots
-        inputs = SlotInputs(
-            active_B=np.zeros(slots, bool),
-            length_B=np.zeros(slots, np.int32),
-            room_B=np.zeros(slots, np.int32),
-            group_B=np.zeros(slots, np.uint32),
-            member_B=np.zeros(slots, np.uint32),
-            temperature_B=np.zeros(slots, np.float32),
-            top_k_B=np.zeros(slots, np.int32),
-            top_p_B=np.ones(slots, np.float32),
-            stop_at=np.int32(stop_at),
-        )
-        for slot, seat in enumerate(self.seats):
-            if seat is None or seat.state != "decoding":
-                continue
-            inputs.active_B[slot] = True
-            inputs.length_B[slot] = seat.length
-            inputs.room_B[slot] = seat.room(self.protocol, self.context)
-            inputs.group_B[slot] = seat.request.group
-            inputs.member_B[slot] = seat.request.member
-            inputs.temperature_B[slot] = seat.sampling.temperature
-            inputs.top_k_B[slot] = seat.sampling.top_k
-            inputs.top_p_B[slot] = seat.sampling.top_p
+    def _inputs(self, rows: Sequence[tuple[int, Seat]], *, stop_at: int) -> RowInputs:
+        inputs = empty_rows(self.rows, self.slots, stop_at=stop_at)
+        for row, seat in rows:
+            inputs.slot_R[row] = seat.slot
+            inputs.active_R[row] = True
+            inputs.length_R[row] = seat.length
+            inputs.room_R[row] = seat.room(self.protocol, self.context)
+            inputs.group_R[row] = seat.request.group
+            inputs.member_R[row] = seat.request.member
+            inputs.temperature_R[row] = seat.sampling.temperature
+            inputs.top_k_R[row] = seat.sampling.top_k
+            inputs.top_p_R[row] = seat.sampling.top_p
         return inputs
 
-    def _read(self, block: Block) -> None:
+    def _read(self, block: Block, rows: Sequence[tuple[int, Seat]]) -> None:
         """Record what was drawn; look at the text of the slots that paused and let them act or go on."""
-        for slot, seat in enumerate(self.seats):
-            if seat is None or seat.state != "decoding":
-                continue
-            count = int(block.count_B[slot])
-            ids = block.tokens_BxK[slot, :count].tolist()
-            seat.extend(ids, Role.POLICY, block.logprobs_BxK[slot, :count].tolist())
-            paused = not block.active_B[slot]
+        for row, seat in rows:
+            count = int(block.count_R[row])
+            ids = block.tokens_RxK[row, :count].tolist()
+            seat.extend(ids, Role.POLICY, block.logprobs_RxK[row, :count].tolist())
+            paused = not block.active_R[row]
             if not paused and self.on_event is None:
                 continue
             text = self.engine.decode_text(seat.episode.ids[seat.turn_start :])
             self._show(seat, text, ids, complete=paused)
             if paused:
-                self._act(seat, text, nan=bool(block.nan_B[slot]))
+                self._act(seat, text, nan=bool(block.nan_R[row]))
 
     def _act(self, seat: Seat, text: str, *, nan: bool) -> None:
         """Decide about a paused turn: what it asks for, why its episode ends, or that it goes on."""
@@ -320,6 +327,7 @@ class Player:
         elif action.kind == "search" and not full:
             seat.end_turn("search", text, queries=action.queries)
             seat.state = "searching"
+            self.unsent.append(seat)
             self._emit(seat, "search", "\n".join(action.queries))
         elif action.kind == "invalid" or (over and goes_on and not full):
             seat.end_turn("invalid", text)
@@ -351,33 +359,12 @@ class Player:
         if self.on_event is not None:
             self.on_event(Event(request=seat.request, kind=kind, text=text, ids=tuple(ids)))
 
-    # -- figures
-
-    @contextmanager
-    def _clock(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - began
-
     def stats(self) -> dict[str, Any]:
-        """Figures of this rollout; `forwarded` counts real tokens, `episode_tokens` those of the episodes."""
-        seconds = {name: self.seconds[name] for name in ("prefill", "append", "decode", "search")}
-        seconds["host"] = self.seconds["total"] - sum(seconds.values())
-        tokens = sum(len(episode.ids) for episode in self.episodes if episode is not None)
-        steps, busy = self.figures["steps"], self.figures["busy_steps"]
+        """Figures of this rollout: `Figures.record`."""
         counts = Counter(vars(self.engine.environment.counts))
-        return {
-            "episodes": len(self.episodes),
-            "episode_tokens": tokens,
-            "forwarded": dict(self.forwarded),
-            "forwarded_over_episode_tokens": self.forwarded.total() / max(tokens, 1),
-            "decode_steps": steps,
-            "decode_blocks": self.figures["blocks"],
-            "append_calls": self.figures["append_calls"],
-            "append_positions": self.figures["append_positions"],
-            "occupancy": self.forwarded["policy"] / max(steps * self.slots, 1),
-            "occupancy_busy": self.figures["busy_drawn"] / (busy * self.slots) if busy else None,
-            "compiled": self.engine.compile_count - self.compiled_before,
-            "search": {name: count - self.counts_before[name] for name, count in counts.items()},
-            "seconds": {**seconds, "total": self.seconds["total"]},
-        }
+        return self.figures.record(
+            episodes=len(self.episodes),
+            tokens=sum(len(episode.ids) for episode in self.episodes if episode is not None),
+            compiled=self.engine.compile_count - self.compiled_before,
+            search={name: count - self.counts_before[name] for name, count in counts.items()},
+        )

@@ -5,7 +5,8 @@ token from that hidden state and forwards it at once. So every token of an episo
 once, whether it was drawn, belongs to a prompt or came back from a search (law 4), and a paused slot
 goes on as if it had never stopped.
 
-Shape suffixes: B slots, N rows of one append, T tokens of a bucket, K steps of a block, V vocabulary, D hidden.
+Shape suffixes: B slots, R rows of a decoding block (all slots, or a few of them), N rows of one append, T tokens of
+a bucket, K steps of a block, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
@@ -33,28 +35,47 @@ class SlotState(NamedTuple):
     ]  # of the last token of the prompt whose cache rows the slot holds
 
 
-class SlotInputs(NamedTuple):
-    """What the host decides about every slot before a block. All data: changing it compiles nothing."""
+class RowInputs(NamedTuple):
+    """What the host decides about every row before a block. All data: changing it compiles nothing."""
 
-    active_B: Bool[Array, "B"]
-    length_B: Int[Array, "B"]  # tokens that the slot's episode has
-    room_B: Int[Array, "B"]  # tokens that it may still get in this turn
-    group_B: UInt32[Array, "B"]
-    member_B: UInt32[Array, "B"]
-    temperature_B: Float[Array, "B"]
-    top_k_B: Int[Array, "B"]
-    top_p_B: Float[Array, "B"]
-    stop_at: Int[Array, ""]  # the block ends when no more slots than this are active
+    slot_R: Int[
+        Array, "R"
+    ]  # of each row; the number of slots: nobody's. Unread where row r is slot r
+    active_R: Bool[Array, "R"]
+    length_R: Int[Array, "R"]  # tokens that the slot's episode has
+    room_R: Int[Array, "R"]  # tokens that it may still get in this turn
+    group_R: UInt32[Array, "R"]
+    member_R: UInt32[Array, "R"]
+    temperature_R: Float[Array, "R"]
+    top_k_R: Int[Array, "R"]
+    top_p_R: Float[Array, "R"]
+    stop_at: Int[Array, ""]  # the block ends when no more rows than this are active
+
+
+def empty_rows(rows: int, slots: int, *, stop_at: int = 0) -> RowInputs:
+    """Rows of nobody, as arrays of the host to be filled in."""
+    return RowInputs(
+        slot_R=np.full(rows, slots, np.int32),
+        active_R=np.zeros(rows, bool),
+        length_R=np.zeros(rows, np.int32),
+        room_R=np.zeros(rows, np.int32),
+        group_R=np.zeros(rows, np.uint32),
+        member_R=np.zeros(rows, np.uint32),
+        temperature_R=np.zeros(rows, np.float32),
+        top_k_R=np.zeros(rows, np.int32),
+        top_p_R=np.ones(rows, np.float32),
+        stop_at=np.int32(stop_at),
+    )
 
 
 class Block(NamedTuple):
     """What a block of decoding drew."""
 
-    tokens_BxK: Int[Array, "B K"]
-    logprobs_BxK: Float[Array, "B K"]
-    count_B: Int[Array, "B"]  # tokens drawn
-    active_B: Bool[Array, "B"]  # still decoding; the others paused at their last token
-    nan_B: Bool[Array, "B"]  # the logits were not finite: nothing was drawn
+    tokens_RxK: Int[Array, "R K"]
+    logprobs_RxK: Float[Array, "R K"]
+    count_R: Int[Array, "R"]  # tokens drawn
+    active_R: Bool[Array, "R"]  # still decoding; the others paused at their last token
+    nan_R: Bool[Array, "R"]  # the logits were not finite: nothing was drawn
     steps: Int[Array, ""]
 
 
@@ -67,79 +88,125 @@ def decode(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     state: SlotState,
-    inputs: SlotInputs,
+    inputs: RowInputs,
     key: Key[Array, ""],
     pauses_V: Bool[Array, "V"],
     *,
     steps: int,
     window: int,
     dtype: Any,
+    some: bool = False,
     layout: Layout = NOWHERE,
 ) -> tuple[SlotState, Block]:
-    """Decode up to `steps` tokens in every active slot.
+    """Decode up to `steps` tokens in every active row.
 
-    A slot pauses at a token of `pauses_V`, when its room is used up, or when its logits are not finite
-    (law 3). The block ends early when at most `stop_at` slots are still active. `window` must cover every
+    A row pauses at a token of `pauses_V`, when its room is used up, or when its logits are not finite
+    (law 3). The block ends early when at most `stop_at` rows are still active. `window` must cover every
     active length and the tokens that may be drawn.
+
+    some: static. False: row r is slot r, and the cache is updated where it lies. True: rows are `slot_R`; their part
+    of the cache below `window` is copied together once a block and put back after it, so that a step computes and
+    reads nothing for the slots that wait. On a mesh as in `append`.
     """
-    slots = inputs.length_B.shape[0]
-    keys_B = jax.vmap(episode_key, (None, 0, 0))(key, inputs.group_B, inputs.member_B)
-    rows_B = jnp.arange(slots)
+    pieces = layout.size("rows")
+    whole = state
+    if some:
+        state = SlotState(
+            read_slots(state.cache, inputs.slot_R, window, pieces),
+            state.hidden_BxD.at[inputs.slot_R].get(mode="clip"),
+            state.prompt_hidden_BxD,
+        )
+    state, block = _decode_rows(
+        graphdef,
+        params,
+        state,
+        inputs,
+        key,
+        pauses_V,
+        steps=steps,
+        window=window,
+        dtype=dtype,
+        layout=layout,
+    )
+    if not some:
+        return state, block
+    cache = write_slots(whole.cache, state.cache, inputs.slot_R, window, pieces)
+    hidden_BxD = whole.hidden_BxD.at[inputs.slot_R].set(state.hidden_BxD, mode="drop")
+    return whole._replace(cache=cache, hidden_BxD=hidden_BxD), block
+
+
+def _decode_rows(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    state: SlotState,
+    inputs: RowInputs,
+    key: Key[Array, ""],
+    pauses_V: Bool[Array, "V"],
+    *,
+    steps: int,
+    window: int,
+    dtype: Any,
+    layout: Layout,
+) -> tuple[SlotState, Block]:
+    """`decode` in a state that has the rows' slots and no others."""
+    rows = inputs.length_R.shape[0]
+    keys_R = jax.vmap(episode_key, (None, 0, 0))(key, inputs.group_R, inputs.member_R)
+    each_R = jnp.arange(rows)
 
     def step(carry: tuple[SlotState, Block, Array]) -> tuple[SlotState, Block, Array]:
-        state, block, length_B = carry
+        state, block, length_R = carry
         # Each device scores its part of the vocabulary for all rows, and draws from all of it for its own.
-        hidden_BxD = layout.constrain(state.hidden_BxD, "vocab_rows", None)
-        logits_BxV = layout.constrain(
-            unembed(graphdef, params, hidden_BxD, layout), "vocab_rows", "vocab"
+        hidden_RxD = layout.constrain(state.hidden_BxD, "vocab_rows", None)
+        logits_RxV = layout.constrain(
+            unembed(graphdef, params, hidden_RxD, layout), "vocab_rows", "vocab"
         )
-        logits_BxV = layout.constrain(logits_BxV, "rows", None)
-        ids_B, logprobs_B = sample(
-            logits_BxV,
-            jax.vmap(jax.random.fold_in)(keys_B, length_B),
-            inputs.temperature_B,
-            inputs.top_k_B,
-            inputs.top_p_B,
+        logits_RxV = layout.constrain(logits_RxV, "rows", None)
+        ids_R, logprobs_R = sample(
+            logits_RxV,
+            jax.vmap(jax.random.fold_in)(keys_R, length_R),
+            inputs.temperature_R,
+            inputs.top_k_R,
+            inputs.top_p_R,
         )
-        finite_B = jnp.isfinite(logprobs_B)
-        drawn_B = block.active_B & finite_B
-        hidden_Bx1xD, cache = extend(
+        finite_R = jnp.isfinite(logprobs_R)
+        drawn_R = block.active_R & finite_R
+        hidden_Rx1xD, cache = extend(
             graphdef,
             params,
             state.cache,
-            ids_B[:, None],
-            length_B,
-            drawn_B.astype(jnp.int32),
+            ids_R[:, None],
+            length_R,
+            drawn_R.astype(jnp.int32),
             window=window,
             dtype=dtype,
             layout=layout,
         )
-        hidden_BxD = jnp.where(drawn_B[:, None], hidden_Bx1xD[:, 0], state.hidden_BxD)
-        column_B = jnp.where(drawn_B, block.count_B, steps)  # out of range: nothing is written
-        count_B = block.count_B + drawn_B
+        hidden_RxD = jnp.where(drawn_R[:, None], hidden_Rx1xD[:, 0], state.hidden_BxD)
+        column_R = jnp.where(drawn_R, block.count_R, steps)  # out of range: nothing is written
+        count_R = block.count_R + drawn_R
         block = Block(
-            tokens_BxK=block.tokens_BxK.at[rows_B, column_B].set(ids_B, mode="drop"),
-            logprobs_BxK=block.logprobs_BxK.at[rows_B, column_B].set(logprobs_B, mode="drop"),
-            count_B=count_B,
-            active_B=drawn_B & ~pauses_V[ids_B] & (count_B < inputs.room_B),
-            nan_B=block.nan_B | (block.active_B & ~finite_B),
+            tokens_RxK=block.tokens_RxK.at[each_R, column_R].set(ids_R, mode="drop"),
+            logprobs_RxK=block.logprobs_RxK.at[each_R, column_R].set(logprobs_R, mode="drop"),
+            count_R=count_R,
+            active_R=drawn_R & ~pauses_V[ids_R] & (count_R < inputs.room_R),
+            nan_R=block.nan_R | (block.active_R & ~finite_R),
             steps=block.steps + 1,
         )
-        return state._replace(cache=cache, hidden_BxD=hidden_BxD), block, length_B + drawn_B
+        return state._replace(cache=cache, hidden_BxD=hidden_RxD), block, length_R + drawn_R
 
     def more(carry: tuple[SlotState, Block, Array]) -> Bool[Array, ""]:
         block = carry[1]
-        return (block.steps < steps) & (jnp.sum(block.active_B) > inputs.stop_at)
+        return (block.steps < steps) & (jnp.sum(block.active_R) > inputs.stop_at)
 
     empty = Block(
-        tokens_BxK=jnp.zeros((slots, steps), jnp.int32),
-        logprobs_BxK=jnp.zeros((slots, steps), jnp.float32),
-        count_B=jnp.zeros(slots, jnp.int32),
-        active_B=inputs.active_B,
-        nan_B=jnp.zeros(slots, bool),
+        tokens_RxK=jnp.zeros((rows, steps), jnp.int32),
+        logprobs_RxK=jnp.zeros((rows, steps), jnp.float32),
+        count_R=jnp.zeros(rows, jnp.int32),
+        active_R=inputs.active_R,
+        nan_R=jnp.zeros(rows, bool),
         steps=jnp.int32(0),
     )
-    state, block, _ = jax.lax.while_loop(more, step, (state, empty, inputs.length_B))
+    state, block, _ = jax.lax.while_loop(more, step, (state, empty, inputs.length_R))
     return state, block
 
 
