@@ -5,11 +5,15 @@ named by its step:
 
     <directory>/<step>/arrays/         Orbax (OCDBT + Zarr), one entry a leaf
     <directory>/<step>/extras.json     what the caller wants back: data position, configuration hash, …
-    <directory>/<step>/manifest.json   leaf shapes and dtypes, size and CRC-32 of every other file
+    <directory>/<step>/manifest.json   leaf shapes and dtypes, score, size and CRC-32 of every other file
 
 It is written under a name that begins with a dot and then renamed, so a directory with a number for a
 name is complete. It is read only after all its checksums agree; one that is damaged is set aside as
 `<step>.damaged` and the one before it is taken.
+
+A save holds the caller up only while the arrays are copied to the host; a thread writes the rest. With several
+processes each writes its own shards (the directory must be one that all of them see), and the first does what is
+done once: names, manifest, deletions.
 """
 
 from __future__ import annotations
@@ -18,18 +22,20 @@ import errno
 import json
 import os
 import shutil
+import threading
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from psearch_jax import processes
 from psearch_jax.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -56,13 +62,24 @@ class Checkpointer:
     Args:
       directory: where the checkpoints lie; made at the first save.
       keep: how many of the newest to keep, at least 1.
+      keep_best: also keep the one with the highest score.
+      keep_every: also keep those whose step is a multiple of it; 0: none.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 2) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 2,
+        keep_best: bool = False,
+        keep_every: int = 0,
+    ) -> None:
         if keep < 1:
             raise UserError(f"cannot keep {keep} checkpoints: keep at least 1")
         self.directory = Path(directory).absolute()
-        self.keep = keep
+        self.keep, self.keep_best, self.keep_every = keep, keep_best, keep_every
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def steps(self) -> list[int]:
         """The steps that are there, oldest first."""
@@ -70,67 +87,166 @@ class Checkpointer:
             return []
         return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal())
 
-    def save(self, step: int, state: Any, extras: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        extras: Mapping[str, Any] | None = None,
+        *,
+        score: float | None = None,
+        wait: bool = True,
+    ) -> Path:
         """Write `state` (a pytree of arrays) and `extras` (JSON) as checkpoint `step`.
 
-        Returns when it is on disk. A checkpoint of the same step is replaced; older ones beyond
-        `keep` are deleted.
+        A checkpoint of the same step is replaced; older ones that none of the rules keeps are deleted.
+
+        Args:
+          score: how good it is, for `keep_best`.
+          wait: return when it is on disk. Otherwise return as soon as the arrays are copied, after which their
+            buffers may be donated; what then goes wrong is raised by the next `save`, `wait` or restore.
 
         Raises:
           UserError: the disk is full or the directory cannot be written; nothing half-written stays.
         """
-        final = self.directory / str(step)
+        self.wait()
         temporary = self.directory / f".new-{step}"
+        leaves = _named_leaves(state)
+        manifest = {
+            "step": step,
+            "score": score,
+            "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
+        }
+        writer = None
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._clear_leftovers()
-            temporary.mkdir()
-            leaves = _named_leaves(state)
-            with ocp.StandardCheckpointer() as writer:
-                writer.save(temporary / ARRAYS, {k: _storable(v) for k, v in leaves.items()})
-            _write_json(temporary / EXTRAS, dict(extras or {}))
-            manifest = {
-                "step": step,
-                "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
-                "files": {str(p.relative_to(temporary)): _digest(p) for p in _files(temporary)},
-            }
-            _write_json(temporary / MANIFEST, manifest)
-            if final.exists():
-                final.rename(self.directory / f".old-{step}")
-            temporary.rename(final)
-            _sync_directory(self.directory)
-            for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self.directory / str(old))
-            shutil.rmtree(self.directory / f".old-{step}", ignore_errors=True)
+            if processes.is_first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._clear_leftovers()
+                temporary.mkdir()
+                _write_json(temporary / EXTRAS, dict(extras or {}))
+            writer = ocp.StandardCheckpointer()
+            writer.save(temporary / ARRAYS, {k: _storable(v) for k, v in leaves.items()})
         except Exception as error:
+            if writer is not None:
+                writer.close()
+            self._give_up(temporary, error)
+        # Not a daemon: a program that ends waits for its last checkpoint.
+        self._writing = threading.Thread(
+            target=self._finish, args=(writer, temporary, manifest), name="checkpoint"
+        )
+        self._writing.start()
+        if wait:
+            self.wait()
+        return self.directory / str(step)
+
+    def wait(self) -> None:
+        """Return when what `save` began is on disk.
+
+        Raises:
+          UserError: as `save`.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _finish(self, writer: Any, temporary: Path, manifest: dict[str, Any]) -> None:
+        """The second half of a save, in a thread of its own."""
+        try:
+            with writer:
+                writer.wait_until_finished()  # of every process
+            if processes.is_first():
+                self._publish(temporary, manifest)
+        except Exception as error:
+            try:
+                self._give_up(temporary, error)
+            except Exception as explained:
+                self._failure = explained
+        except BaseException as error:
+            self._failure = error
+
+    def _publish(self, temporary: Path, manifest: dict[str, Any]) -> None:
+        step = manifest["step"]
+        files = {str(p.relative_to(temporary)): _digest(p) for p in _files(temporary)}
+        _write_json(temporary / MANIFEST, manifest | {"files": files})
+        final, old = self.directory / str(step), self.directory / f".old-{step}"
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        _sync_directory(self.directory)
+        for expired in self._expired():
+            shutil.rmtree(self.directory / str(expired))
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _expired(self) -> list[int]:
+        """The steps that none of the rules keeps."""
+        steps = self.steps()
+        kept = set(steps[-self.keep :])
+        if self.keep_every:
+            kept.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_best:
+            scores = {step: score for step in steps if (score := self.score(step)) is not None}
+            kept.update(sorted(scores, key=lambda step: (scores[step], step))[-1:])
+        return [step for step in steps if step not in kept]
+
+    def score(self, step: int) -> float | None:
+        """The score that a checkpoint was saved with, if any."""
+        try:
+            manifest = json.loads((self.directory / str(step) / MANIFEST).read_text("utf-8"))
+            return manifest.get("score")
+        except (OSError, ValueError, AttributeError):
+            return None  # damaged; restoring says so
+
+    def _give_up(self, temporary: Path, error: Exception) -> NoReturn:
+        if processes.is_first():
             shutil.rmtree(temporary, ignore_errors=True)
-            raise _as_user_error(error, self.directory) from error
-        return final
+        raise _as_user_error(error, self.directory) from error
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest checkpoint that is whole, or None where there is none at all.
 
-        Damaged ones are set aside with a warning. See `restore` for `like`.
+        Damaged ones are set aside with a warning. See `restore` for `like`. With several processes the first one
+        looks, and all restore what it found.
 
         Raises:
           UserError: there are checkpoints, but each one is damaged, or the newest whole one does not fit.
         """
+        self.wait()
+        while True:
+            found = self._newest_whole() if processes.is_first() else ""
+            found = processes.from_first(found)
+            if not found:
+                return None
+            if found == "damaged":
+                raise UserError(
+                    f"every checkpoint in {self.directory} is damaged: delete the directory to start anew"
+                )
+            try:
+                return self._read(int(found), like)
+            except DamagedCheckpoint as error:  # its checksums agree, yet Orbax cannot read it
+                if processes.count() > 1:
+                    raise
+                self._set_aside(int(found), error)
+
+    def _newest_whole(self) -> str:
+        """The newest step that is whole, "damaged" where none is, or nothing where there is no checkpoint."""
         self._put_back()
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return self.restore(step, like)
+                verified_manifest(self.directory / str(step))
+                return str(step)
             except DamagedCheckpoint as error:
-                path = self.directory / str(step)
-                warnings.warn(f"skipping checkpoint {path}: {error}", stacklevel=2)
-                shutil.rmtree(f"{path}.damaged", ignore_errors=True)
-                if path.exists():  # another process may have set it aside already
-                    path.rename(f"{path}.damaged")
-        if steps:
-            raise UserError(
-                f"every checkpoint in {self.directory} is damaged: delete the directory to start anew"
-            )
-        return None
+                self._set_aside(step, error)
+        there_was_one = bool(steps) or any(self.directory.glob("*.damaged"))
+        return "damaged" if there_was_one else ""
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        path = self.directory / str(step)
+        warnings.warn(f"skipping checkpoint {path}: {error}", stacklevel=3)
+        shutil.rmtree(f"{path}.damaged", ignore_errors=True)
+        path.rename(f"{path}.damaged")
 
     def restore(self, step: int, like: Any) -> Restored:
         """Checkpoint `step` as a tree like `like`.
@@ -144,9 +260,18 @@ class Checkpointer:
           UserError: its leaves have other names, shapes or dtypes than those of `like`.
           DamagedCheckpoint: it cannot be read whole.
         """
+        self.wait()
+        verified_manifest(self.directory / str(step))
+        return self._read(step, like)
+
+    def _read(self, step: int, like: Any) -> Restored:
+        """As `restore`, of a checkpoint whose checksums agree."""
         path = self.directory / str(step)
-        manifest = verified_manifest(path)
         wanted = _named_leaves(like)
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(f"its {MANIFEST} is unreadable") from error
         _check_fits(path, manifest["leaves"], {k: _describe(v) for k, v in wanted.items()})
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
         try:

@@ -10,7 +10,8 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _say(f"error: {error}", 2, show_traceback)
     except Interrupted as error:
-        return _say(str(error), 130, show_traceback)
+        return _say(str(error), error.code, show_traceback)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", 130, show_traceback)
     except BrokenPipeError:
@@ -77,13 +78,16 @@ def _resolve(sources: Sequence[str]) -> tuple[Config, Origins]:
     return resolve([s for s in sources if s not in overrides], overrides)
 
 
-def _resolve_and_record(sources: Sequence[str]) -> Config:
-    """As `_resolve`, and written into the run directory."""
+@contextmanager
+def _recorded(sources: Sequence[str]) -> Iterator[Config]:
+    """As `_resolve`, written into the run directory, which nobody else can use meanwhile."""
+    from psearch_jax.run_lock import held
     from psearch_jax.run_record import save_run_record
 
     config, origins = _resolve(sources)
-    save_run_record(config, config.run_directory, sys.argv, origins)
-    return config
+    with held(config.run_directory):
+        save_run_record(config, config.run_directory, sys.argv, origins)
+        yield config
 
 
 def _traceback_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,16 +167,19 @@ def sft(sources: tuple[str, ...]) -> None:
     """Train a policy on scripted episodes (the warm start)."""
     from psearch_jax.learning import supervised
 
-    supervised.train(_resolve_and_record(sources))
+    with _recorded(sources) as config:
+        supervised.train(config)
 
 
 @cli.command()
 @_recipe
-def train(sources: tuple[str, ...]) -> None:
+@click.option("--profile", is_flag=True, help="Write a trace of three steps to RUN/profile.")
+def train(sources: tuple[str, ...], profile: bool) -> None:
     """Train a policy by reinforcement; the same command resumes it."""
     from psearch_jax import trainer
 
-    trainer.train(_resolve_and_record(sources))
+    with _recorded(sources) as config:
+        trainer.train(config, profile=profile)
 
 
 @cli.command("eval")
@@ -236,5 +243,8 @@ def export(
 def demo(sources: tuple[str, ...]) -> None:
     """Learn to search in parallel within twenty minutes, and report."""
     from psearch_jax import demo as room
+    from psearch_jax.run_lock import held
 
-    room.run(_resolve(sources)[0])
+    config, _ = _resolve(sources)
+    with held(config.run_directory):
+        room.run(config)

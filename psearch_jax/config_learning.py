@@ -135,7 +135,9 @@ class TrainerConfig:
     group_size: int = 8
     seed: int = 0
     checkpoint_every: int = 10
-    keep: int = 2
+    keep: int = 2  # of the newest checkpoints
+    keep_best: bool = True  # and the one whose steps earned the highest mean reward
+    keep_every: int = 0  # and those at multiples of so many steps; 0: none
     max_bad_batches: int = 3
     kinds: tuple[str, ...] = ()  # train on these question kinds only; empty: all
 

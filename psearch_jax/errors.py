@@ -9,4 +9,9 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """A run was stopped on purpose (Ctrl-C) after saving; the message says how to go on. Exit code 130."""
+    """A run was stopped on purpose after saving; the message says how to go on. Exit code 130 after Ctrl-C, and 0 after
+    SIGTERM: a scheduler takes anything else for a failure."""
+
+    def __init__(self, message: str, *, code: int = 130) -> None:
+        super().__init__(message)
+        self.code = code

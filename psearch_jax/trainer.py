@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax import processes
 from psearch_jax.assembly import (
+    Policy,
     keep_compiled_programs,
     lay_out,
     open_backend,
@@ -29,10 +32,10 @@ from psearch_jax.assembly import (
 )
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config, EvaluationConfig, HardwareConfig, SupervisedConfig
-from psearch_jax.config_files import config_hash
+from psearch_jax.config_files import config_hash, flatten
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
-from psearch_jax.interruption import GracefulStop
+from psearch_jax.interruption import GracefulStop, StopNow
 from psearch_jax.learning.advantages import zero_spread
 from psearch_jax.learning.experience import shaped_rewards
 from psearch_jax.learning.learner import Learner
@@ -47,6 +50,7 @@ from psearch_jax.rewards.composition import Reward, score_groups
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode
 from psearch_jax.step_metrics import describe
+from psearch_jax.throughput import Clock, Trace, breakdown, rates, weights_in_products
 
 OnStep = Callable[[int, Mapping[str, Any]], None]
 
@@ -99,9 +103,16 @@ class Trainer:
         self.key = jax.random.key(config.trainer.seed)
         self.done, self.bad_batches, self.bad_in_a_row = 0, 0, 0
         self.position = 0  # questions that were played, those of refills included
+        self.rewards: list[float] = []  # of the steps since the last checkpoint: its score
         self.checkpoints = Checkpointer(
-            Path(config.run_directory) / "checkpoints", keep=config.trainer.keep
+            Path(config.run_directory) / "checkpoints",
+            keep=config.trainer.keep,
+            keep_best=config.trainer.keep_best,
+            keep_every=config.trainer.keep_every,
         )
+        self.saving = 0.0  # seconds that the last save held the run up
+        self.stop = GracefulStop()
+        self._weights = weights_in_products(engine.config, params)
 
     @property
     def state(self) -> TrainState:
@@ -119,8 +130,12 @@ class Trainer:
         Raises:
           UserError: `trainer.max_bad_batches` batches in a row were not finite.
         """
-        clock = _Clock()
-        groups, rewards, rewards_GxM = self._play(clock)
+        clock = Clock()
+        # Asked to stop at once, a rollout is broken off: played again it gives the same episodes. The processes of
+        # one run cannot break off at the same place; they finish the step.
+        alone = processes.count() == 1
+        with self.stop.breakable() if alone else nullcontext():
+            groups, rewards, rewards_GxM, rollouts = self._play(clock)
         flat_G = zero_spread(rewards_GxM)
         chosen = choose_groups(flat_G, self.config.trainer.questions_per_step)
         learned, applied = self.learner.learn(
@@ -130,29 +145,41 @@ class Trainer:
         clock.lap("update")
 
         self.done += 1
+        self.position += len(groups)
         episodes = [episode for group in groups for episode in group]
-        tokens = sum(len(episode.ids) for episode in episodes)
-        return {
+        trained = [episode for g in chosen for episode in groups[g]]
+        seconds = breakdown(
+            clock, rollouts, logprobs=self.learner.logprob_seconds, checkpoint=self.saving
+        )
+        devices = self.mesh.size if self.mesh else 1
+        metrics = {
             **describe(self.config.protocol, episodes, rewards),
             **learned,
             "groups": len(groups),
             "group_spread": float(rewards_GxM.std(axis=1).mean()),
             "zero_spread": float(flat_G.mean()),
             "bad_batches": self.bad_batches,
-            "tokens_per_second": tokens / clock.total,
-            "seconds": {**clock.laps, "total": clock.total},
+            **rates(self.engine.config, self._weights, episodes, trained, seconds, devices),
+            "seconds": seconds,
         }
+        self.saving = 0.0
+        self.rewards.append(metrics["reward"])
+        return metrics
 
-    def _play(self, clock: _Clock) -> tuple[list[Sequence[Episode]], list[Reward], np.ndarray]:
-        """Groups, the reward of each episode, and what is learned from [G, M]; played again with new questions
-        while groups without spread are to be replaced."""
+    def _play(
+        self, clock: Clock
+    ) -> tuple[list[Sequence[Episode]], list[Reward], np.ndarray, list[dict[str, Any]]]:
+        """Groups, the reward of each episode, what is learned from [G, M], and the figures of each rollout; played
+        again with new questions while groups without spread are to be replaced."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         wanted = trainer.questions_per_step
         groups: list[Sequence[Episode]] = []
         rewards: list[Reward] = []
+        rollouts: list[dict[str, Any]] = []
         count, rounds_left = wanted, algorithm.refill_rounds
         while count:
-            order = question_order(len(self.questions), self.config.data.seed, self.position, count)
+            first = self.position + len(groups)
+            order = question_order(len(self.questions), self.config.data.seed, first, count)
             questions = [self.questions[i] for i in order]
             episodes = self.engine.rollout(
                 self.params,
@@ -160,6 +187,7 @@ class Trainer:
                 key=jax.random.fold_in(self.key, self.done),
                 sampling=self.config.sampling,
             )
+            rollouts.append(self.engine.stats)
             clock.lap("rollout")
             starts = range(0, len(episodes), trainer.group_size)
             new = [episodes[i : i + trainer.group_size] for i in starts]
@@ -169,11 +197,10 @@ class Trainer:
             rewards_GxM = np.array([reward.total for reward in rewards]).reshape(len(groups), -1)
             context = self.config.rollout.context
             rewards_GxM = shaped_rewards(algorithm, rewards_GxM, groups, context)
-            self.position += count
             count = questions_to_refill(zero_spread(rewards_GxM), wanted, rounds_left)
             rounds_left -= 1
             clock.lap("rewards")
-        return groups, rewards, rewards_GxM
+        return groups, rewards, rewards_GxM, rollouts
 
     def _count_bad(self, applied: Sequence[bool]) -> None:
         for good in applied:
@@ -191,33 +218,50 @@ class Trainer:
         """Go on from `done` to the last step, saving on the way. `on_step(steps done, metrics)` after each.
 
         Raises:
-          Interrupted: Ctrl-C; the step in progress was finished and saved.
+          Interrupted: Ctrl-C or SIGTERM; all steps that were finished are saved.
         """
         settings = self.config.trainer
-        with GracefulStop() as stop:
+        saved = self.done
+        with self.stop:
             while self.done < settings.steps:
-                metrics = self.step()
-                if on_step is not None:
+                try:
+                    metrics = self.step()
+                except StopNow:
+                    metrics = None
+                if metrics is not None and on_step is not None:
                     on_step(self.done, metrics)
-                last = self.done == settings.steps or stop.asked
-                if last or self.done % settings.checkpoint_every == 0:
-                    self.save()
-                if stop.asked and self.done < settings.steps:
+                stopped = processes.agree(self.stop.asked) and self.done < settings.steps
+                due = self.done % settings.checkpoint_every == 0 or self.done == settings.steps
+                if (due or stopped) and self.done != saved:
+                    self.save(wait=False)
+                    saved = self.done
+                if stopped:
+                    self.checkpoints.wait()
+                    where = f"and saved to {self.checkpoints.directory}" if self.done else "(none)"
                     raise Interrupted(
-                        f"Stopped after step {self.done} of {settings.steps} and saved to "
-                        f"{self.checkpoints.directory}; the same command goes on from there."
+                        f"Stopped after step {self.done} of {settings.steps} {where}; "
+                        "the same command goes on from there.",
+                        code=0 if self.stop.preempted else 130,
                     )
+            self.checkpoints.wait()
 
-    def save(self) -> None:
-        """Write a checkpoint of the steps that are done."""
+    def save(self, *, wait: bool = True) -> None:
+        """Write a checkpoint of the steps that are done. Without waiting, what goes wrong while it is written comes
+        up at the next save, or at the end."""
+        began = time.monotonic()
         arrays, numbers = self.learner.saved()
         extras = numbers | {
             "recipe": recipe_hash(self.config),
+            "config": flatten(self.config),
+            "config_hash": config_hash(self.config),
             "position": self.position,
             "bad_batches": self.bad_batches,
             "bad_in_a_row": self.bad_in_a_row,
         }
-        self.checkpoints.save(self.done, arrays, extras)
+        score = sum(self.rewards) / len(self.rewards) if self.rewards else None
+        self.checkpoints.save(self.done, arrays, extras, score=score, wait=wait)
+        self.rewards = []
+        self.saving = time.monotonic() - began
 
     def resume(self) -> bool:
         """Take up the newest checkpoint of this run directory, if there is one.
@@ -243,7 +287,9 @@ class Trainer:
 def recipe_hash(config: Config) -> str:
     """Changes with everything that the numbers of a run depend on; not with where, how long or how often saved."""
     steps = 0 if config.optimizer.schedule == "constant" else config.trainer.steps
-    trainer = replace(config.trainer, steps=steps, checkpoint_every=1, keep=1)
+    trainer = replace(
+        config.trainer, steps=steps, checkpoint_every=1, keep=1, keep_best=False, keep_every=0
+    )
     return config_hash(
         replace(
             config,
@@ -258,42 +304,37 @@ def recipe_hash(config: Config) -> str:
     )
 
 
-def train(config: Config) -> None:
+def train(config: Config, *, profile: bool = False) -> None:
     """`psearch train`: open everything, take up a checkpoint if there is one, train, save the policy.
 
     The run directory holds checkpoints/, metrics.jsonl, tensorboard/ and, at the end, policy/ as a Hugging
-    Face directory.
+    Face directory; with `profile` also profile/, a trace of three steps.
     """
     keep_compiled_programs(config)
-    with Display() as display:
-        display.phase("opening policy and index")
-        mesh = make_mesh(config.mesh)
-        policy = open_policy(
-            config.policy,
-            dtype=jnp.dtype(config.model.param_dtype),
-            mesh=mesh if mesh.size > 1 else None,
-        )
-        policy = lay_out(policy, config, mesh)
-        engine = open_engine(config, policy, open_backend(config.retrieval), mesh)
-        questions = load_questions(config.data.questions, "train")
-        trainer = Trainer(config, engine, policy.params, questions, mesh=mesh)
-        resumed = trainer.resume()
-        if resumed:
-            display.note(f"going on after step {trainer.done}")
-        display.phase("compiling")
-        engine.warm_up(trainer.params)
-        name, steps = Path(config.run_directory).name, config.trainer.steps
-        with MetricsLog(
-            config.run_directory, resumed_step=trainer.done if resumed else None
-        ) as log:
+    directory = Path(config.run_directory)
+    trace = Trace(directory / "profile") if profile else None
+    stop = GracefulStop()
+    with stop, Display() as display:
+        try:
+            with stop.breakable():
+                trainer, policy = _open(config, display)
+        except StopNow:
+            raise Interrupted(
+                "Stopped before training began; the same command starts again.", code=0
+            ) from None
+        trainer.stop = stop
+        steps = config.trainer.steps
+        with MetricsLog(directory, resumed_step=trainer.done or None) as log:
 
             def on_step(step: int, metrics: Mapping[str, Any]) -> None:
                 log.write(step, metrics)
-                display.step(name, step, steps, metrics)
+                display.step(directory.name, step, steps, metrics)
+                if trace is not None:
+                    trace.after_step()
 
             trainer.run(on_step)
         save_hf_directory(
-            Path(config.run_directory) / "policy",
+            directory / "policy",
             policy.config,
             trainer.params,
             tokenizer=policy.tokenizer,
@@ -301,18 +342,21 @@ def train(config: Config) -> None:
         )
 
 
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
-        self._last = now
-
-    @property
-    def total(self) -> float:
-        return self._last - self._start
+def _open(config: Config, display: Display) -> tuple[Trainer, Policy]:
+    """All that a run needs, with its programs compiled and its newest checkpoint taken up."""
+    display.phase("opening policy and index")
+    mesh = make_mesh(config.mesh)
+    policy = open_policy(
+        config.policy,
+        dtype=jnp.dtype(config.model.param_dtype),
+        mesh=mesh if mesh.size > 1 else None,
+    )
+    policy = lay_out(policy, config, mesh)
+    engine = open_engine(config, policy, open_backend(config.retrieval), mesh)
+    questions = load_questions(config.data.questions, "train")
+    trainer = Trainer(config, engine, policy.params, questions, mesh=mesh)
+    if trainer.resume():
+        display.note(f"going on after step {trainer.done}")
+    display.phase("compiling")
+    engine.warm_up(trainer.params)
+    return trainer, policy

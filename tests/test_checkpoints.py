@@ -161,6 +161,44 @@ def test_killed_between_the_two_renames(tmp_path):
     assert back.state["x"] == 5
 
 
+def test_a_save_in_the_background_is_of_the_arrays_as_they_were(tmp_path):
+    """What the caller gives away after `save` returns does not reach the checkpoint; errors come with the next call."""
+    forget = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    mesh = mesh_lib.make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
+    values = {"w": jax.random.normal(jax.random.key(0), (512, 256)), "b": jnp.arange(8.0)}
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    for step, state in enumerate(
+        (values, jax.device_put(values, mesh_lib.param_shardings(mesh, values)))
+    ):
+        wanted = jax.tree.map(np.array, state)
+        given = jax.tree.map(lambda x: x.copy(), state)
+        checkpointer.save(step, given, wait=False)
+        given = forget(forget(given))
+        jax.block_until_ready(given)
+        back = checkpointer.restore_latest(values)
+        assert back is not None and back.step == step  # restoring waits
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(back.state[name], array)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psearch_jax.checkpoints._digest", lambda path: 1 / 0)
+        checkpointer.save(8, values, wait=False)
+        with pytest.raises(ZeroDivisionError):
+            checkpointer.wait()
+    checkpointer.wait()  # said once
+    assert checkpointer.steps() == [0, 1] and not (tmp_path / ".new-8").exists()
+
+
+def test_last_best_and_every_so_many_are_kept(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=2, keep_best=True, keep_every=4)
+    scores = [0.1, 0.9, 0.2, None, 0.3, 0.9, 0.4, 0.2, 0.1, 0.0]
+    for step, score in enumerate(scores, start=1):
+        checkpointer.save(step, {"x": jnp.float32(step)}, score=score)
+        assert {step, step - 1} & set(range(1, 11)) <= set(checkpointer.steps())
+    assert checkpointer.steps() == [4, 6, 8, 9, 10]  # of two best ones the newer
+    assert checkpointer.score(6) == 0.9 and checkpointer.score(4) is None
+    assert Checkpointer(tmp_path).restore(6, {"x": jnp.float32(0)}).state["x"] == 6
+
+
 def test_another_model_is_named(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"a": {"w": jnp.zeros((4, 3))}})

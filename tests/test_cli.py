@@ -144,7 +144,7 @@ def test_law_11_a_run_is_recorded_before_it_starts(capsys, monkeypatch, tmp_path
     """`train` hands the resolved configuration on, and its run directory holds it with the origins."""
     trainer = pytest.importorskip("psearch_jax.trainer")
     seen: list[Config] = []
-    monkeypatch.setattr(trainer, "train", seen.append)
+    monkeypatch.setattr(trainer, "train", lambda config, profile: seen.append(config))
     directory = tmp_path / "run"
     code, _, err = run(capsys, "train", f"run_directory={directory}", "trainer.steps=3")
     assert (code, err) == (0, "")

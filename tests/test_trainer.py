@@ -1,5 +1,6 @@
 """The whole ring on a toy policy: order of the data, exact resume, Ctrl-C, bad batches."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout.toys import PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
 
+from psearch_jax import trainer as trainer_module
 from psearch_jax.assembly import Policy, lay_out
 from psearch_jax.config import (
     AlgorithmConfig,
@@ -22,11 +24,13 @@ from psearch_jax.config import (
     RewardConfig,
     TrainerConfig,
 )
+from psearch_jax.config_files import config_hash
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.learning import experience
 from psearch_jax.mesh import make_mesh
 from psearch_jax.models.lora import split_trainable
 from psearch_jax.questions.question import Question
+from psearch_jax.rewards.composition import score_groups
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.trainer import Trainer, question_order, recipe_hash
 
@@ -69,7 +73,9 @@ def make_trainer(directory, **trainer) -> Trainer:
 
 def numbers(metrics) -> dict:
     """What must not depend on the clock."""
-    return {k: v for k, v in metrics.items() if k not in ("seconds", "tokens_per_second")}
+    return {
+        k: v for k, v in metrics.items() if k not in ("seconds", "tokens_per_second", "throughput")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +255,55 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(unbroken, tmp_path
     again.resume()
     again.run(lambda step, metrics: seen.append((step, numbers(metrics))))
     assert seen == unbroken[0]
+
+
+@pytest.mark.parametrize("moment", ["rollout", "rewards", "update"])
+def test_sigterm_saves_what_is_done_and_exits_with_0(moment, tmp_path, monkeypatch):
+    """In the third step: a rollout is broken off, and an update is finished first."""
+    trainer = make_trainer(tmp_path, checkpoint_every=9)
+    # Nothing is compiled for this: what is learned does not matter here.
+    learn = {"loss": 0.0}, [True, True]
+
+    def send():
+        if trainer.done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def learned(groups, rewards_GxM, step):
+        if moment == "update":
+            send()
+        return learn
+
+    def search(queries, k):
+        if moment == "rollout":
+            send()
+        return Corpus().search(queries, k)
+
+    def scored(*arguments):
+        if moment == "rewards":
+            send()
+        return score_groups(*arguments)
+
+    monkeypatch.setattr(trainer.learner, "learn", learned)
+    monkeypatch.setattr(trainer_module, "score_groups", scored)
+    monkeypatch.setattr(ENGINE.environment.backend, "search", search)
+    seen = []
+    done = 3 if moment == "update" else 2
+    with pytest.raises(Interrupted, match=rf"after step {done} of 4 .* same command") as stopped:
+        trainer.run(lambda step, metrics: seen.append(step))
+    assert stopped.value.code == 0
+    assert seen == list(range(1, done + 1)) and trainer.checkpoints.steps() == [done]
+    again = make_trainer(tmp_path)
+    assert again.resume() and (again.done, again.position) == (done, 3 * done)
+
+
+def test_a_checkpoint_says_what_it_is_of(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.rewards = [1.0, 2.0]
+    trainer.save()
+    extras = json.loads((tmp_path / "checkpoints" / "0" / "extras.json").read_text())
+    assert extras["config"]["trainer.group_size"] == 4
+    assert extras["config_hash"] == config_hash(trainer.config)
+    assert trainer.checkpoints.score(0) == 1.5 and trainer.rewards == []
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):

@@ -6,6 +6,7 @@ algorithm does not need (a reference, further forward passes, a critic) are neit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Learner:
             sizes = (width, trainable, mesh, algorithm, config.optimizer, updates)
             self.critic = make_critic(graphdef, *sizes, compute=compute)
         self.rows = batch_rows(config, row_shards(mesh))
+        self.logprob_seconds = 0.0  # of the last `learn`: forward passes beside the updates
 
     def _placed(self, tree: nnx.State) -> nnx.State:
         return jax.device_put(tree, param_shardings(self.mesh, tree)) if self.mesh else tree
@@ -111,6 +113,7 @@ class Learner:
           minibatches were applied: one that is not finite is left out.
         """
         algorithm = self.config.algorithm
+        began = time.monotonic()
         every = [to_sequence(algorithm, episode) for group in groups for episode in group]
         sequences, critic_batches, told = self._give_advantages(every, rewards_GxM)
         batches, denominator = minibatches(algorithm, sequences, self.rows, len(groups[0]))
@@ -120,6 +123,11 @@ class Learner:
             # All of them before the first update: they were all played by the same policy.
             pairs = [self.rescore(self.state.params, self.frozen, batch) for batch in placed]
             placed, before = [batch for batch, _ in pairs], [metrics for _, metrics in pairs]
+        passes = any(p is not None for p in (self.rescore, self.logprobs, self.critic))
+        self.logprob_seconds = 0.0
+        if passes:
+            jax.block_until_ready(placed)
+            self.logprob_seconds = time.monotonic() - began
         reference = self.reference if kl_in_loss(algorithm) else ()
         adaptive = algorithm.kl_target > 0 and kl_in_loss(algorithm)
         settings = {"kl_coefficient": self.kl_coefficient} if adaptive else {}

@@ -273,7 +273,8 @@ def _loop(
                 save(done, state)
             if stop.asked and not last:
                 raise Interrupted(
-                    f"Stopped after step {done} of {settings.steps}; the same command goes on from there."
+                    f"Stopped after step {done} of {settings.steps}; the same command goes on from there.",
+                    code=0 if stop.preempted else 130,
                 )
     return state
 
