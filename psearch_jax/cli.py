@@ -115,7 +115,7 @@ def cli() -> None:
     Most commands take recipe FILEs (YAML) and KEY=VALUE overrides in any order:
 
     \b
-        psearch train configs/embedded/em_reward.yaml trainer.steps=3
+        psearch train configs/embedded/search_r1.yaml trainer.steps=3
     """
 
 

@@ -9,7 +9,13 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from psearch_jax.config import AlgorithmConfig, Config, RewardConfig, RewardParts
+from psearch_jax.config import (
+    AlgorithmConfig,
+    ArchitectureConfig,
+    Config,
+    RewardConfig,
+    RewardParts,
+)
 from psearch_jax.config_values import ABOVE_ZERO, ANY_SIGN, CHOICES, SHARES
 from psearch_jax.errors import UserError
 from psearch_jax.questions.question import KINDS
@@ -203,6 +209,18 @@ def _impossible_algorithm(config: Config) -> Iterator[tuple[tuple[str, ...], str
 
 def _impossible_supervised(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     settings, sizes = config.supervised, config.supervised.architecture
+    if settings.start and sizes != ArchitectureConfig():
+        yield (
+            ("supervised.start",),
+            f"supervised.architecture gives sizes, but supervised.start={settings.start!r} brings its own: "
+            "remove one of the two",
+        )
+    if settings.widen_to and not settings.start:
+        yield (
+            ("supervised.widen_to",),
+            f"supervised.widen_to={settings.widen_to} widens the policy in supervised.start, which is empty: "
+            "name one, or set supervised.architecture.intermediate_size",
+        )
     if sizes.num_heads % sizes.num_kv_heads:
         yield (
             ("supervised.architecture.num_heads", "supervised.architecture.num_kv_heads"),

@@ -157,7 +157,11 @@ class ArchitectureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
-    """The supervised stage over scripted episodes. It starts from random weights."""
+    """The supervised stage over scripted episodes."""
+
+    # A policy to start from, as `policy` names one, whose tokenizer stays; empty: random weights of `architecture`.
+    start: str = ""
+    widen_to: int = 0  # hidden units that each MLP of `start` grows to before training; 0: none
 
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     steps: int = 1000

@@ -220,11 +220,17 @@ class Demo:
         return len(self.backend.index) if hasattr(self.backend, "index") else 0
 
 
-def run(config: Config, *, quiet: bool = False, trained_only: bool = False) -> dict[str, Any]:
+def run(
+    config: Config,
+    *,
+    quiet: bool = False,
+    trained_only: bool = False,
+    rewards: Mapping[str, str] = REWARDS,
+) -> dict[str, Any]:
     """Run the demo and write `summary.json`, the rows and the report; returns the summary.
 
     `quiet` sends the display to the standard error stream as plain lines. `trained_only` leaves out the rows that do
-    not depend on the seed of the training.
+    not depend on the seed of the training. `rewards`: trained row → its reward.
     """
     began = time.monotonic()
     keep_compiled_programs(config)
@@ -235,7 +241,7 @@ def run(config: Config, *, quiet: bool = False, trained_only: bool = False) -> d
             demo.score(WARM_START, demo.policy.params, sampled=True)
         else:
             demo.baselines()
-        for row, reward in REWARDS.items():
+        for row, reward in rewards.items():
             demo.score(row, demo.train(row, reward), sampled=True)
         summary = demo.summary(time.monotonic() - began)
         write_summary(config.run_directory, summary)

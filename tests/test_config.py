@@ -232,6 +232,12 @@ def test_empty_files_and_sections_set_nothing(write):
         (["protocol.answer=[<search>, </answer>]"], ["protocol.answer"], "different texts"),
         (["protocol.separator="], ["protocol.separator"], "max_subqueries is 4"),
         (["protocol.prompt=hello"], ["protocol.prompt"], "fields are {question}"),
+        (["supervised.widen_to=8"], ["supervised.widen_to"], "supervised.start, which is empty"),
+        (
+            ["supervised.start=embedded", "supervised.architecture.num_layers=3"],
+            ["supervised.start"],
+            "brings its own",
+        ),
         (["protocol.passage={text} {x}"], ["protocol.passage"], "{number}, {text}, {title}"),
         (["protocol.label={query_number"], ["protocol.label"], "not a format text"),
     ],

@@ -148,7 +148,7 @@ def test_the_demo_writes_every_row_and_a_second_run_takes_them_up(
         "parallel_search",
         "gated",
     }
-    assert set(first["rows"]) == rows == set(LABELS)  # the report has a name for each
+    assert set(first["rows"]) == rows <= set(LABELS)  # the report has a name for each
     sampled = {name for name, row in first["rows"].items() if "em_sampled" in row}
     assert sampled == {"warm_start", "em_reward", "parallel_search", "gated"}
     assert all(row["questions"] == 4 for row in first["rows"].values())

@@ -20,6 +20,7 @@ LABELS = {
     "em_reward": "EM reward",
     "parallel_search": "ParallelSearch reward",
     "gated": "Gated reward",
+    "research": "ReSearch reward",
 }
 KIND_ORDER = ("parallelizable", "bridge", "mixed", "single", "unknown")
 

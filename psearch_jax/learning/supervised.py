@@ -1,4 +1,4 @@
-"""The warm start: cross-entropy over scripted episodes, from random weights to a policy worth improving."""
+"""The warm start: cross-entropy over scripted episodes, from random weights or a policy to one worth improving."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
+from psearch_jax.assembly import Policy, open_policy
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config
 from psearch_jax.config_files import config_hash
@@ -30,6 +31,7 @@ from psearch_jax.mesh import make_mesh
 from psearch_jax.metrics_log import MetricsLog
 from psearch_jax.models.decoder import DecoderConfig, hidden_states, init_params, unembed
 from psearch_jax.models.weights import save_hf_directory
+from psearch_jax.models.widening import widen
 from psearch_jax.questions.facts import real_facts
 from psearch_jax.questions.tokenizer import train_tokenizer, world_texts
 from psearch_jax.questions.world import World
@@ -188,16 +190,13 @@ def run(config: Config, on_step: OnStep | None = None, world: World | None = Non
     settings = config.supervised
     directory = Path(config.run_directory)
     world = world or World(real_facts())
-    tokenizer = train_tokenizer(
-        world_texts(world),
-        config.protocol,
-        settings.architecture.vocab_size,
-        directory / "tokenizer",
+    policy = beginning(config, world)
+    decoder, graphdef, params, tokenizer = (
+        policy.config,
+        policy.graphdef,
+        policy.params,
+        policy.tokenizer,
     )
-    sizes = {name: getattr(settings.architecture, name) for name in _SIZES}
-    decoder = DecoderConfig(**sizes | {"vocab_size": len(tokenizer)})
-    graphdef, params = init_params(decoder, jax.random.key(settings.seed))
-    params = with_previous_token_heads(decoder, params)
     mesh = make_mesh(config.mesh)
     optimizer = make_optimizer(config.optimizer, settings.steps)
     update = make_supervised_update(graphdef, optimizer, mesh, settings)
@@ -227,6 +226,29 @@ def run(config: Config, on_step: OnStep | None = None, world: World | None = Non
     save_hf_directory(out, decoder, state.params, dtype="bfloat16", tokenizer=tokenizer)
     (directory / "checks.json").write_text(json.dumps(scores, indent=1) + "\n")
     return out
+
+
+def beginning(config: Config, world: World) -> Policy:
+    """The policy before the first step: random weights and a tokenizer of the world, or `supervised.start`, widened."""
+    settings = config.supervised
+    key = jax.random.key(settings.seed)
+    if not settings.start:
+        tokenizer = train_tokenizer(
+            world_texts(world),
+            config.protocol,
+            settings.architecture.vocab_size,
+            Path(config.run_directory) / "tokenizer",
+        )
+        sizes = {name: getattr(settings.architecture, name) for name in _SIZES}
+        decoder = DecoderConfig(**sizes | {"vocab_size": len(tokenizer)})
+        graphdef, params = init_params(decoder, key)
+        params = with_previous_token_heads(decoder, params)
+        return Policy(config=decoder, graphdef=graphdef, params=params, tokenizer=tokenizer)
+    policy = open_policy(settings.start)
+    if not settings.widen_to:
+        return policy
+    decoder, graphdef, params = widen(policy.config, policy.params, settings.widen_to, key)
+    return replace(policy, config=decoder, graphdef=graphdef, params=params)
 
 
 _SIZES = (

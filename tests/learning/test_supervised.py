@@ -168,3 +168,26 @@ def test_law_13_a_stopped_warm_start_ends_with_the_same_parameters(
     assert policy.tokenizer.encode("<search>") == [
         policy.tokenizer.convert_tokens_to_ids("<search>")
     ]
+
+    # The policy that came out is itself a start, also for one with more hidden units; its tokenizer stays.
+    wider = replace(
+        CONFIG.supervised,
+        architecture=ArchitectureConfig(),
+        start=str(out),
+        widen_to=40,
+        steps=2,
+        drill_steps=0,
+    )
+    second = replace(CONFIG, run_directory=str(tmp_path / "wider"), supervised=wider)
+    before = supervised.beginning(second, small_world)
+    assert before.config.intermediate_size == 40
+    wide, leaves = train(second, small_world, monkeypatch)
+    widened = open_policy(str(wide))
+    assert widened.config.intermediate_size == 40
+    assert widened.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    shapes = [leaf.shape for leaf in jax.tree.leaves(before.params)]
+    assert [leaf.shape for leaf in leaves] == shapes
+    assert any(
+        np.any(np.asarray(a) != b)
+        for a, b in zip(jax.tree.leaves(before.params), leaves, strict=True)
+    )
