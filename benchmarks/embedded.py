@@ -18,7 +18,7 @@ from typing import Any
 
 from psearch_jax import demo
 from psearch_jax.config_files import resolve
-from psearch_jax.evaluation.metrics import compare
+from psearch_jax.evaluation.comparison import compare
 from psearch_jax.evaluation.results import SAMPLED, rows_file
 from psearch_jax.metrics_log import read_lines, write_atomically
 

@@ -58,7 +58,7 @@ def play(
     """
     import jax
 
-    from psearch_jax.evaluation.metrics import episode_facts
+    from psearch_jax.evaluation.records import episode_facts
     from psearch_jax.rollout.protocol import well_formed
 
     text = _words(question_text)

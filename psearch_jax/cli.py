@@ -184,11 +184,42 @@ def train(sources: tuple[str, ...], profile: bool) -> None:
 
 @cli.command("eval")
 @_recipe
-def evaluate(sources: tuple[str, ...]) -> None:
-    """Score a policy on a whole split, with error bars."""
+@click.option("--json", "as_json", is_flag=True, help="Print the row as one JSON object.")
+def evaluate(sources: tuple[str, ...], as_json: bool) -> None:
+    """Score a policy or a baseline on a whole split, with error bars.
+
+    The same command goes on where an evaluation was stopped.
+    """
     from psearch_jax.evaluation import evaluate as room
 
-    room.run(_resolve(sources)[0])
+    room.run(_resolve(sources)[0], json=as_json)
+
+
+@cli.command()
+@click.argument("run_a")
+@click.argument("run_b")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON object.")
+@_traceback_option
+def compare(run_a: str, run_b: str, as_json: bool) -> None:
+    """Compare RUN_B with RUN_A, question by question.
+
+    Each is a run's directory, DIRECTORY:ROW, or a results file.
+    """
+    from psearch_jax.evaluation.comparison import result_lines
+    from psearch_jax.evaluation.comparison_view import show
+
+    show(*result_lines(run_a), *result_lines(run_b), json=as_json)
+
+
+@cli.command()
+@click.argument("directory", default="runs", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
+@_traceback_option
+def runs(directory: Path, as_json: bool) -> None:
+    """List the runs under DIRECTORY with their state, step and best score."""
+    from psearch_jax.evaluation.runs import show
+
+    show(directory, json=as_json)
 
 
 @cli.command()

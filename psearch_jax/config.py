@@ -37,6 +37,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "SupervisedConfig",
+    "TrackingConfig",
     "TrainerConfig",
 ]
 
@@ -53,9 +54,16 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Questions: a directory with train/dev/test .jsonl in FlashRAG's format, or `embedded`."""
+    """Questions, by source: questions/sources.py says what a source may be."""
 
-    questions: str = "embedded"
+    questions: str = (
+        "embedded"  # `embedded`, a directory, a file, hf:NAME, tfds:NAME, suite:NAME, or several
+    )
+    directory: str = "data"  # where the files of a suite are looked for
+    bad_rows: str = (
+        "skip"  # "skip": rows that are no question are named, counted, left out; "refuse": an error
+    )
+    subset: int = 0  # questions of each data set, chosen by a hash of their ids; 0: all
     seed: int = 0  # of the order of the training questions
 
 
@@ -200,10 +208,25 @@ class EvaluationConfig:
     """Evaluation: greedy over the whole split unless asked otherwise."""
 
     split: str = "test"
-    limit: int = 0  # 0: every question
-    temperature: float = 0.0
+    limit: int = 0  # the first so many questions; 0: every question (a sample of them: data.subset)
+    temperature: float = 0.0  # 0: greedy
+    samples: int = 1  # episodes a question; more than one needs a temperature, and gives pass@k
+    # Empty: the policy with its own prompt; else "direct", "cot", "rag", "ircot", "iter_retgen", "search_o1" or "r1".
+    baseline: str = ""
+    judge: bool = False  # ask reward.judge about every answer
     bootstrap: int = 2000
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Weights & Biases beside the local files; needs the extra `track`."""
+
+    wandb_project: str = ""  # empty: not used
+    wandb_name: str = ""  # of the run there; empty: the run directory's name
+    wandb_mode: str = (
+        "online"  # "online", or "offline": files for `wandb sync` in the run directory
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +255,4 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -63,6 +63,12 @@ def _impossible(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from _impossible_supervised(config)
     yield from _impossible_protocol(config)
     yield from _impossible_reward(config)
+    yield from _impossible_evaluation(config)
+    if config.tracking.wandb_name and not config.tracking.wandb_project:
+        yield (
+            ("tracking.wandb_name", "tracking.wandb_project"),
+            "tracking.wandb_name is read only beside tracking.wandb_project, which is empty: name a project",
+        )
 
 
 def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -341,4 +347,19 @@ def _impossible_reward(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield (
             ("reward.judge.endpoint", "reward.judge.model"),
             "a judge needs reward.judge.endpoint and reward.judge.model: name both",
+        )
+
+
+def _impossible_evaluation(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    settings, judge = config.evaluation, config.reward.judge
+    if settings.samples > 1 and settings.temperature == 0:
+        yield (
+            ("evaluation.samples", "evaluation.temperature"),
+            f"evaluation.samples={settings.samples} plays the same greedy episode again and again: set "
+            "evaluation.temperature above 0",
+        )
+    if settings.judge and not (judge.endpoint and judge.model):
+        yield (
+            ("evaluation.judge", "reward.judge.endpoint", "reward.judge.model"),
+            "evaluation.judge needs reward.judge.endpoint and reward.judge.model: name both",
         )

@@ -139,6 +139,7 @@ class TrainerConfig:
     keep_best: bool = True  # and the one whose steps earned the highest mean reward
     keep_every: int = 0  # and those at multiples of so many steps; 0: none
     max_bad_batches: int = 3
+    log_episodes: int = 8  # episodes of every step that are kept in episodes.jsonl, for the report
     kinds: tuple[str, ...] = ()  # train on these question kinds only; empty: all
 
 

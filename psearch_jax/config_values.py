@@ -8,6 +8,7 @@ from psearch_jax.config import RewardParts
 
 #: Settings with a fixed list of values.
 CHOICES: dict[str, tuple[str, ...]] = {
+    "data.bad_rows": ("skip", "refuse"),
     "retrieval.embed": ("text", "contents"),
     "retrieval.kind": ("scann", "exact", "none"),
     "retrieval.pooling": ("auto", "mean", "cls"),
@@ -31,7 +32,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.old_logprobs": ("rollout", "trainer"),
     "algorithm.correction": ("none", "token", "sequence"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "fixed_length"),
+    "tracking.wandb_mode": ("online", "offline"),
     "evaluation.split": ("train", "dev", "test"),
+    "evaluation.baseline": ("", "direct", "cot", "rag", "ircot", "iter_retgen", "search_o1", "r1"),
 }
 
 #: Settings that must be above zero. Every other number may be zero, and only `ANY_SIGN` below it.
@@ -52,6 +55,7 @@ ABOVE_ZERO = frozenset(
         *("algorithm.minibatches", "algorithm.row_length", "algorithm.micro_rows"),
         *("algorithm.logprob_chunk", "trainer.questions_per_step", "trainer.group_size"),
         *("algorithm.critic_learning_rate", "algorithm.kl_horizon"),
+        *("evaluation.samples", "evaluation.bootstrap"),
         *("trainer.checkpoint_every", "trainer.keep", "supervised.rows_per_step"),
         *("supervised.row_length", "supervised.micro_rows", "supervised.checkpoint_every"),
         *("supervised.keep", "supervised.check_every", "supervised.steps_per_world"),

@@ -34,7 +34,7 @@ from psearch_jax.evaluation.results import SAMPLED, row_summary, rows_file, writ
 from psearch_jax.metrics_log import MetricsLog, read_lines
 from psearch_jax.models.weights import save_hf_directory
 from psearch_jax.questions.question import Question
-from psearch_jax.questions.world import load_questions
+from psearch_jax.questions.sources import load_questions
 from psearch_jax.retrieval.searcher import NoSearcher, SearchBackend, recall_at_k
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.environment import SearchEnvironment
@@ -101,10 +101,10 @@ class Demo:
         self.directory = Path(config.run_directory)
         display.phase("writing the world and opening the policy")
         self.policy: Policy = open_policy(config.policy)
-        self.questions = load_questions(config.data.questions, config.evaluation.split)
+        self.questions = load_questions(config.data, config.evaluation.split)
         if config.evaluation.limit:
             self.questions = self.questions[: config.evaluation.limit]
-        self.training = load_questions(config.data.questions, "train")
+        self.training = load_questions(config.data, "train")
         display.phase("building the index", 1)
         self.backend = open_backend(config.retrieval, display.update)
         self.engine: Engine = open_engine(config, self.policy, self.backend)
@@ -184,7 +184,11 @@ class Demo:
         trainer = Trainer(config, self.engine, self.policy.params, self.training)
         resumed = trainer.resume()
         steps = config.trainer.steps
-        with MetricsLog(directory, resumed_step=trainer.done if resumed else None) as log:
+        with MetricsLog(
+            directory,
+            resumed_step=trainer.done if resumed else None,
+            tracking=self.config.tracking,
+        ) as log:
 
             def on_step(step: int, metrics: Mapping[str, Any]) -> None:
                 log.write(step, metrics)

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from psearch_jax.config import TrackingConfig
 from psearch_jax.errors import UserError
 from psearch_jax.questions.question import KINDS
 
+_log = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
+EPISODES_FILE = "episodes.jsonl"  # some of the episodes of every training step
+WANDB_FILE = "wandb_id.txt"
 
 
 @contextmanager
@@ -131,10 +137,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class MetricsLog:
-    """Metrics of one training run: `metrics.jsonl` and TensorBoard event files in `directory`."""
+    """Metrics of one training run: `metrics.jsonl` and TensorBoard event files in `directory`; W&B when asked for."""
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, resumed_step: int | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        resumed_step: int | None = None,
+        tracking: TrackingConfig | None = None,
     ) -> None:
         """Opens the log.
 
@@ -142,11 +152,18 @@ class MetricsLog:
           directory: the run directory; event files go to its `tensorboard` folder.
           resumed_step: the last step that the resumed checkpoint contains. Later lines are dropped, and
             TensorBoard is told to hide later points. None starts the log afresh.
+          tracking: where a project is named, steps go to Weights & Biases too.
+
+        Raises:
+          UserError: a directory that cannot be written, or a project without the package wandb.
         """
         from tensorboardX import SummaryWriter  # imported here: it costs start-up time
 
         self.directory = Path(directory)
         fresh = resumed_step is None
+        self._tracker = None
+        if tracking is not None and tracking.wandb_project:
+            self._tracker = _Wandb(self.directory, tracking, fresh=fresh)
         last_step = -1 if resumed_step is None else resumed_step
         self._lines = LineFile(self.directory / METRICS_FILE, last_step=last_step)
         with explained_disk_errors(self.directory):
@@ -165,17 +182,73 @@ class MetricsLog:
             number = as_number(value)
             if number is not None:
                 self._board.add_scalar(tag, number, global_step=int(step))
+        if self._tracker is not None:
+            self._tracker.write(int(step), metrics)
 
     def close(self) -> None:
-        """Flushes and closes both."""
+        """Flushes and closes all of them."""
         self._lines.close()
         self._board.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Wandb:
+    """The same steps in Weights & Biases. Local files are the record: whatever fails there is said once, and the run
+    goes on."""
+
+    def __init__(self, directory: Path, tracking: TrackingConfig, *, fresh: bool) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"tracking.wandb_project is {tracking.wandb_project!r}, but the package wandb is not installed; "
+                "run `pip install psearch_jax[track]`, or leave the project empty."
+            ) from error
+        # A resumed run goes on in the same place; a fresh one gets a new one.
+        place = directory / WANDB_FILE
+        if fresh or not place.is_file():
+            write_atomically(place, f"{uuid.uuid4().hex[:16]}\n")
+        self._run: Any = None
+        try:
+            self._run = wandb.init(
+                project=tracking.wandb_project,
+                name=tracking.wandb_name or directory.resolve().name,
+                id=place.read_text(encoding="utf-8").strip(),
+                mode=tracking.wandb_mode,
+                dir=str(directory),
+                resume="allow",
+            )
+        except Exception as error:  # the run must not depend on a service
+            self._fail(error)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs the numbers of one step."""
+        if self._run is None:
+            return
+        numbers = {tag: as_number(value) for tag, value in flatten(metrics).items()}
+        try:
+            self._run.log({t: n for t, n in numbers.items() if n is not None}, step=step)
+        except Exception as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Tells the service that the run is over."""
+        if self._run is not None:
+            try:
+                self._run.finish()
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        _log.warning("Weights & Biases is left out from here: %s: %s", type(error).__name__, error)
+        self._run = None
 
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -31,10 +31,17 @@ from psearch_jax.assembly import (
     open_policy,
 )
 from psearch_jax.checkpoints import Checkpointer
-from psearch_jax.config import Config, EvaluationConfig, HardwareConfig, SupervisedConfig
+from psearch_jax.config import (
+    Config,
+    EvaluationConfig,
+    HardwareConfig,
+    SupervisedConfig,
+    TrackingConfig,
+)
 from psearch_jax.config_files import config_hash, flatten
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
+from psearch_jax.evaluation.records import training_records
 from psearch_jax.interruption import GracefulStop, StopNow
 from psearch_jax.learning.advantages import zero_spread
 from psearch_jax.learning.experience import shaped_rewards
@@ -42,10 +49,10 @@ from psearch_jax.learning.learner import Learner
 from psearch_jax.learning.selection import choose_groups, questions_to_refill
 from psearch_jax.learning.update import TrainState
 from psearch_jax.mesh import make_mesh
-from psearch_jax.metrics_log import MetricsLog
+from psearch_jax.metrics_log import EPISODES_FILE, LineFile, MetricsLog
 from psearch_jax.models.weights import save_hf_directory
 from psearch_jax.questions.question import Question
-from psearch_jax.questions.world import load_questions
+from psearch_jax.questions.sources import load_questions
 from psearch_jax.rewards.composition import Reward, score_groups
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode
@@ -102,6 +109,7 @@ class Trainer:
         )
         self.key = jax.random.key(config.trainer.seed)
         self.done, self.bad_batches, self.bad_in_a_row = 0, 0, 0
+        self.shown: list[dict[str, Any]] = []  # lines of some episodes of the last step
         self.position = 0  # questions that were played, those of refills included
         self.rewards: list[float] = []  # of the steps since the last checkpoint: its score
         self.checkpoints = Checkpointer(
@@ -143,6 +151,14 @@ class Trainer:
         )
         self._count_bad(applied)
         clock.lap("update")
+        self.shown = training_records(
+            self.config.protocol,
+            self.done + 1,
+            [episode for g in chosen for episode in groups[g]][: self.config.trainer.log_episodes],
+            rewards_GxM[chosen].ravel().tolist(),
+            [np.asarray(sequence.advantages).tolist() for sequence in self.learner.sequences],
+            self.engine.decode_text,
+        )
 
         self.done += 1
         self.position += len(groups)
@@ -222,12 +238,15 @@ class Trainer:
         """
         settings = self.config.trainer
         saved = self.done
-        with self.stop:
+        episodes = LineFile(Path(self.config.run_directory) / EPISODES_FILE, last_step=self.done)
+        with self.stop, episodes:
             while self.done < settings.steps:
                 try:
                     metrics = self.step()
                 except StopNow:
                     metrics = None
+                else:
+                    episodes.write(*self.shown)
                 if metrics is not None and on_step is not None:
                     on_step(self.done, metrics)
                 stopped = processes.agree(self.stop.asked) and self.done < settings.steps
@@ -288,7 +307,13 @@ def recipe_hash(config: Config) -> str:
     """Changes with everything that the numbers of a run depend on; not with where, how long or how often saved."""
     steps = 0 if config.optimizer.schedule == "constant" else config.trainer.steps
     trainer = replace(
-        config.trainer, steps=steps, checkpoint_every=1, keep=1, keep_best=False, keep_every=0
+        config.trainer,
+        steps=steps,
+        checkpoint_every=1,
+        keep=1,
+        keep_best=False,
+        keep_every=0,
+        log_episodes=0,
     )
     return config_hash(
         replace(
@@ -298,6 +323,7 @@ def recipe_hash(config: Config) -> str:
             compile_cache="",
             supervised=SupervisedConfig(),
             evaluation=EvaluationConfig(),
+            tracking=TrackingConfig(),
             hardware=HardwareConfig(),
             architecture="",
         )
@@ -324,7 +350,9 @@ def train(config: Config, *, profile: bool = False) -> None:
             ) from None
         trainer.stop = stop
         steps = config.trainer.steps
-        with MetricsLog(directory, resumed_step=trainer.done or None) as log:
+        with MetricsLog(
+            directory, resumed_step=trainer.done or None, tracking=config.tracking
+        ) as log:
 
             def on_step(step: int, metrics: Mapping[str, Any]) -> None:
                 log.write(step, metrics)

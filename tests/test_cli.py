@@ -53,6 +53,8 @@ def test_help_is_immediate():
         ("psearch_jax.learning.supervised", "train"),
         ("psearch_jax.trainer", "train"),
         ("psearch_jax.evaluation.evaluate", "run"),
+        ("psearch_jax.evaluation.comparison_view", "show"),
+        ("psearch_jax.evaluation.runs", "show"),
         ("psearch_jax.evaluation.report", "write_report"),
         ("psearch_jax.ask", "run"),
         ("psearch_jax.demo", "run"),

@@ -19,8 +19,7 @@ from psearch_jax.config import (
 from psearch_jax.evaluation.tables import LABELS
 from psearch_jax.metrics_log import read_lines
 from psearch_jax.models.weights import save_hf_directory
-from psearch_jax.questions.question import Question
-from psearch_jax.questions.readers import question_row
+from psearch_jax.questions.question import Question, question_row
 from psearch_jax.retrieval import searcher
 from psearch_jax.retrieval.passages import Hit, Passage
 from psearch_jax.rollout.engine import Engine

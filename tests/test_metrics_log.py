@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from psearch_jax import metrics_log
+from psearch_jax.config import TrackingConfig
 from psearch_jax.errors import UserError
 from psearch_jax.metrics_log import LineFile, MetricsLog, flatten, read_lines, read_metrics
 
@@ -119,3 +121,61 @@ def test_metrics_are_flattened_and_found():
     assert metrics_log.decomposition(flat) == {"mixed": 0.75}
     values = (True, 2, np.float32(0.5), "3", None, [1.0], {"a": 1})
     assert [metrics_log.as_number(v) for v in values] == [1.0, 2.0, 0.5, None, None, None, None]
+
+
+# -- Weights & Biases, played by a module of the tests
+
+
+class FakeWandb:
+    """Keeps what it is told; `broken` raises from the second step on."""
+
+    def __init__(self, broken=False):
+        self.broken, self.inits, self.logged, self.finished = broken, [], [], 0
+
+    def init(self, **options):
+        self.inits.append(options)
+        return self
+
+    def log(self, numbers, step):
+        if self.broken and step > 1:
+            raise ConnectionError("no route")
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.finished += 1
+
+
+TRACKED = TrackingConfig(wandb_project="p", wandb_mode="offline")
+
+
+def test_steps_go_to_wandb_when_a_project_is_named(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsLog(tmp_path, tracking=TrackingConfig()) as log:
+        log.write(1, {"em": 0.5})
+    assert fake.inits == []
+    with MetricsLog(tmp_path, tracking=TRACKED) as log:
+        log.write(1, {"em": 0.5, "kinds": {"bridge": {"turns": 2}}, "note": "x"})
+    with MetricsLog(tmp_path, resumed_step=1, tracking=TRACKED) as log:
+        log.write(2, {"em": 0.6})
+    assert fake.logged == [(1, {"em": 0.5, "kinds/bridge/turns": 2.0}), (2, {"em": 0.6})]
+    first, second = fake.inits
+    assert (first["project"], first["mode"], first["name"]) == ("p", "offline", tmp_path.name)
+    assert first["id"] == second["id"] and fake.finished == 2
+    MetricsLog(tmp_path, tracking=TRACKED).close()
+    assert fake.inits[2]["id"] != first["id"]  # a fresh run is another one
+
+
+def test_a_service_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken=True))
+    with MetricsLog(tmp_path, tracking=TRACKED) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"em": 0.5})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+    assert caplog.text.count("left out from here: ConnectionError: no route") == 1
+
+
+def test_a_project_without_the_package_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"psearch_jax\[track\]"):
+        MetricsLog(tmp_path, tracking=TRACKED)

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
+import json as json_text
 import os
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from psearch_jax.assembly import keep_compiled_programs, open_backend, open_engine, open_policy
 from psearch_jax.config import Config, ProtocolConfig, SamplingConfig
+from psearch_jax.config_files import to_yaml
 from psearch_jax.display import Display
 from psearch_jax.errors import UserError
-from psearch_jax.evaluation.baselines import policy_prompts
-from psearch_jax.evaluation.metrics import episode_record, summarize
+from psearch_jax.evaluation.baselines import BASELINES, desk_of, policy_prompts
+from psearch_jax.evaluation.metrics import summarize
+from psearch_jax.evaluation.records import episode_facts, scored, spelling
 from psearch_jax.evaluation.results import SAMPLED, add_row, counts_line, rows_file
+from psearch_jax.evaluation.scripts import Desk, Script, play_scripts
 from psearch_jax.metrics_log import LineFile, read_lines, write_atomically
 from psearch_jax.questions.question import Question
-from psearch_jax.questions.world import load_questions
+from psearch_jax.questions.sources import load
+from psearch_jax.rewards.judge import AnswerJudge, Case, Judge, Verdict
 from psearch_jax.rollout.engine import Engine
-from psearch_jax.rollout.episode import Episode, Request
+from psearch_jax.rollout.episode import Request
 from psearch_jax.rollout.protocol import well_formed
 
 
@@ -46,6 +53,10 @@ def parameters_fingerprint(params: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+#: Plays a part of the episodes: (question number, sample number) each → `episode_facts` each.
+Play: TypeAlias = Callable[[Sequence[tuple[int, int]]], list[dict[str, Any]]]
+
+
 def evaluate(
     engine: Engine,
     params: Any,
@@ -57,10 +68,12 @@ def evaluate(
     policy: str,
     protocol: ProtocolConfig | None = None,
     prompts: Callable[[Sequence[Question]], list[str]] | None = None,
+    baseline: str = "",
+    judge: AnswerJudge | None = None,
     samples: int = 1,
     seed: int = 0,
     draws: int = 2000,
-    chunk: int = 512,
+    chunk: int = 0,
     stale: Literal["refuse", "replace"] = "refuse",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -74,18 +87,23 @@ def evaluate(
       run_directory: lines go to its `rows/NAME.jsonl`.
       name: of the row; by convention sampled rows end in `.sampled`.
       policy: identity of the parameters, e.g. `parameters_fingerprint(params)`.
-      protocol: of the episodes, if not the engine's; baselines use `without_search(engine.protocol)`.
+      protocol: of the episodes, if not the engine's; prompts that give the answer turn alone use
+        `without_search(engine.protocol)`.
       prompts: questions to prompt texts; the policy's own prompt if None.
+      baseline: a script of `BASELINES` that is played instead of the policy's episode; it has its own prompts.
+      judge: asked about every answer; its score and whether it failed stand beside the others.
       samples: episodes a question; more than one makes sense when sampling.
       seed: of the sampling key and of the bootstrap. An episode depends on its question's place and its
         sample number only, so a resumed evaluation equals an unbroken one.
       draws: bootstrap draws.
-      chunk: episodes between two writes; what a kill loses at most.
+      chunk: episodes between two writes; what a kill loses at most. 0: sixteen for every slot, since the slots run
+        empty at the end of each chunk.
       stale: what to do with lines that were played under other settings.
       on_progress: called with (episodes done, episodes in all).
 
     Returns:
-      `metrics.summarize` of all lines with the settings under "settings" and the "mode".
+      `metrics.summarize` of all lines with the settings under "settings", the "mode", and under "engine" figures of
+      what was played now: occupancy of the slots, seconds, and the share of them outside the engine.
 
     Raises:
       UserError: no or duplicate questions, a damaged results file, or stale lines.
@@ -101,8 +119,16 @@ def evaluate(
         "protocol": _digest(dataclasses.asdict(protocol)),
         "questions": _digest([[q.id, q.text, list(q.golden_answers)] for q in questions]),
     }
-    texts = prompts(questions) if prompts else policy_prompts(protocol, questions, engine.tokenizer)
-    settings["prompts"] = _digest(texts)
+    key, use = jax.random.key(seed), EngineUse(engine.rollout_config.slots)
+    if baseline:
+        settings["baseline"] = baseline
+        play = _script_player(engine, params, questions, BASELINES[baseline], key, sampling, use)
+    else:
+        texts = (
+            prompts(questions) if prompts else policy_prompts(protocol, questions, engine.tokenizer)
+        )
+        settings["prompts"] = _digest(texts)
+        play = _episode_player(engine, params, questions, texts, key, sampling, protocol, use)
     path = rows_file(run_directory, name)
     _begin(path, settings, stale)
 
@@ -117,40 +143,26 @@ def evaluate(
     total = len(questions) * samples
     if on_progress:
         on_progress(total - len(todo), total)
-
-    def valid(episode: Episode) -> bool:
-        return well_formed(protocol, episode)
-
-    key = jax.random.key(seed)
+    size = chunk or 16 * engine.rollout_config.slots
     with LineFile(path) as lines:
-        for start in range(0, len(todo), chunk):
-            part = todo[start : start + chunk]
-            requests = [
-                Request(
-                    question=questions[group],
-                    prompt_ids=engine.encode(texts[group]),
-                    group=group,
-                    member=member,
-                )
-                for group, member in part
+        for start in range(0, len(todo), size):
+            part = todo[start : start + size]
+            began = time.monotonic()
+            played = play(part)
+            seconds = round((time.monotonic() - began) / len(part), 4)
+            records = [
+                {**scored(questions[group], facts, sample=member), "seconds": seconds}
+                for facts, (group, member) in zip(played, part, strict=True)
             ]
-            episodes = engine.rollout(
-                params, requests, key=key, sampling=sampling, protocol=protocol
-            )
-            lines.write(
-                *(
-                    episode_record(
-                        episode, decode=engine.decode_text, well_formed=valid, sample=member
-                    )
-                    for episode, (_, member) in zip(episodes, part, strict=True)
-                )
-            )
+            if judge is not None:
+                records = judged(judge, records)
+            lines.write(*records)
             if on_progress:
                 on_progress(total - len(todo) + start + len(part), total)
 
     records = read_lines(path)
-    scored = {(record["id"], record["sample"]) for record in records}
-    if len(records) != total or len(scored) != total:
+    found = {(record["id"], record["sample"]) for record in records}
+    if len(records) != total or len(found) != total:
         raise UserError(
             f"{path} holds {len(records)} lines for {total} episodes; remove it and evaluate again."
         )
@@ -158,43 +170,159 @@ def evaluate(
         "mode": settings["mode"],
         **summarize(records, draws=draws, seed=seed),
         "settings": settings,
+        "engine": use.figures(),
     }
 
 
-def run(config: Config) -> dict[str, Any]:
+def _episode_player(
+    engine: Engine,
+    params: Any,
+    questions: Sequence[Question],
+    texts: Sequence[str],
+    key: Array,
+    sampling: SamplingConfig,
+    protocol: ProtocolConfig,
+    use: EngineUse,
+) -> Play:
+    """Episodes of the policy."""
+    decode = spelling(engine.decode_text)
+
+    def play(part: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        requests = [
+            Request(
+                question=questions[group],
+                prompt_ids=engine.encode(texts[group]),
+                group=group,
+                member=member,
+            )
+            for group, member in part
+        ]
+        episodes = engine.rollout(params, requests, key=key, sampling=sampling, protocol=protocol)
+        use.add(engine.stats)
+        return [
+            episode_facts(
+                episode,
+                decode=decode,
+                well_formed=lambda played: well_formed(protocol, played),
+            )
+            for episode in episodes
+        ]
+
+    return play
+
+
+def _script_player(
+    engine: Engine,
+    params: Any,
+    questions: Sequence[Question],
+    script: Callable[[Desk, Question], Script],
+    key: Array,
+    sampling: SamplingConfig,
+    use: EngineUse,
+) -> Play:
+    """A baseline's calls."""
+    desk = desk_of(engine)
+
+    def play(part: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        scripts = [
+            (questions[group], script(desk, questions[group]), group, member)
+            for group, member in part
+        ]
+        return play_scripts(engine, params, scripts, key=key, sampling=sampling, on_rollout=use.add)
+
+    return play
+
+
+def judged(judge: AnswerJudge, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines with `judge` (what the answer is worth) and `judge_failed`. No answer is worth nothing, unasked."""
+    asked = [record for record in records if record["answer"]]
+    cases = [
+        Case(
+            question=record["question"],
+            golden_answers=tuple(record["golden_answers"]),
+            answer=record["answer"],
+        )
+        for record in asked
+    ]
+    verdicts = iter(judge.judge(cases) if cases else [])
+    lines = []
+    for record in records:
+        verdict = next(verdicts) if record["answer"] else Verdict(value=0.0)
+        lines.append({**record, "judge": verdict.value, "judge_failed": verdict.failed})
+    return lines
+
+
+class EngineUse:
+    """What evaluating cost: the engine's figures added up over its rollouts, and the time outside it."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.began = time.monotonic()
+        self.rollouts = self.steps = self.drawn = 0
+        self.inside = 0.0
+
+    def add(self, stats: Mapping[str, Any]) -> None:
+        """The figures of one more rollout (`Engine.stats`)."""
+        self.rollouts += 1
+        self.steps += stats["decode_steps"]
+        self.drawn += stats["forwarded"].get("policy", 0)
+        self.inside += stats["seconds"]["total"]
+
+    def figures(self) -> dict[str, Any]:
+        """Occupancy: slots that drew a token, of all slots in all decoding steps, the emptying ends included."""
+        seconds = time.monotonic() - self.began
+        return {
+            "rollouts": self.rollouts,
+            "occupancy": self.drawn / (self.steps * self.slots) if self.steps else None,
+            "seconds": round(seconds, 3),
+            "outside_share": max(0.0, 1 - self.inside / seconds) if self.rollouts else None,
+        }
+
+
+def run(config: Config, *, json: bool = False) -> dict[str, Any]:
     """`psearch eval`: scores a policy on the configured split and returns the row's summary.
 
     The policy is the one that the run directory's training left (`policy/`), else `config.policy`. The row has
-    the run directory's name; `summary.json` there gets it, greedy and sampled rows side by side.
+    the run directory's name, or the baseline's; `summary.json` there gets it, greedy and sampled rows side by side.
+    With `json` the row is printed as one JSON object and everything else goes to the standard error stream.
     """
     directory, settings = Path(config.run_directory), config.evaluation
     trained = directory / "policy"
     source = str(trained) if (trained / "config.json").is_file() else config.policy
     sampling = dataclasses.replace(config.sampling, temperature=settings.temperature)
-    row = directory.resolve().name
+    row = settings.baseline or directory.resolve().name
     name = row if settings.temperature == 0 else row + SAMPLED
     keep_compiled_programs(config)
-    with Display() as display:
+    with Display(stream=sys.stderr, live=False) if json else Display() as display:
+        loaded = load(config.data, settings.split)  # the cheapest to fail comes first
+        if loaded.problems:
+            display.note(f"{config.data.questions}: {loaded.report()}")
         display.phase(f"opening policy {source} and index")
         policy = open_policy(source)
         engine = open_engine(config, policy, open_backend(config.retrieval))
-        questions = load_questions(config.data.questions, settings.split)
         display.phase(f"evaluating {name} on {settings.split}")
         summary = evaluate(
             engine,
             policy.params,
-            questions[: settings.limit or None],
+            loaded.questions[: settings.limit or None],
             sampling=sampling,
             run_directory=directory,
             name=name,
             policy=parameters_fingerprint(policy.params),
+            baseline=settings.baseline,
+            judge=Judge(config=config.reward.judge) if settings.judge else None,
+            samples=settings.samples,
             seed=settings.seed,
             draws=settings.bootstrap,
             on_progress=display.update,
         )
+        summary["reading"] = loaded.counts()
+        write_atomically(rows_file(directory, name).with_suffix(".yaml"), to_yaml(config))
         rows = add_row(directory, row, summary)
         display.note(counts_line(name, summary))
         display.table({"rows": {row: rows[row]}})
+    if json:
+        sys.stdout.write(json_text.dumps({row: rows[row]}, ensure_ascii=False) + "\n")
     return rows[row]
 
 
@@ -212,7 +340,7 @@ def _check_questions(questions: Sequence[Question]) -> None:
 
 
 def _digest(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    text = json_text.dumps(value, ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -221,7 +349,7 @@ def _begin(path: Path, settings: dict[str, Any], stale: str) -> None:
     beside = path.with_suffix(".settings.json")
     if path.exists():
         try:
-            old = json.loads(beside.read_text(encoding="utf-8"))
+            old = json_text.loads(beside.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             old = {}
         if old != settings:
@@ -232,4 +360,4 @@ def _begin(path: Path, settings: dict[str, Any], stale: str) -> None:
                     "remove it or choose another run directory."
                 )
             path.unlink()
-    write_atomically(beside, json.dumps(settings, indent=2) + "\n")
+    write_atomically(beside, json_text.dumps(settings, indent=2) + "\n")

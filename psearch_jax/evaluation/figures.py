@@ -32,7 +32,10 @@ STYLES = {
     "parallel_search": ("#d55e00", "s", (0, (5, 1.5))),
     "gated": ("#009e73", "^", (0, (1.5, 1.2))),
 }
-SPARE = (("#56b4e9", "o", "-"), ("#882255", "s", "-."), ("#999933", "^", ":"))
+SPARE = (
+    *(("#56b4e9", "o", "-"), ("#882255", "s", "-."), ("#999933", "^", ":"), ("#44aa99", "D", "--")),
+    *(("#aa4499", "v", "-."), ("#117733", "P", ":"), ("#661100", "X", "--"), ("#6699cc", "<", "-")),
+)
 #: Drawing colour → CSS variable.
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     style[0]: f"--row-{name.replace('_', '-')}" for name, style in STYLES.items()
@@ -245,42 +248,79 @@ def accuracy_figure(rows: Mapping[str, Mapping[str, Any]]) -> Drawing | None:
 
 def cost_figure(rows: Mapping[str, Mapping[str, Any]]) -> Drawing | None:
     """EM against generation turns: all questions, and parallelizable ones."""
-    parts = [
-        ("Parallelizable questions", lambda row: row.get("kinds", {}).get("parallelizable", {})),
-        ("All questions", lambda row: row),
+    parts: list[_Panel] = [
+        (
+            "Parallelizable questions",
+            "Generation turns an episode",
+            lambda row: row.get("kinds", {}).get("parallelizable", {}),
+            "turns",
+        ),
+        ("All questions", "Generation turns an episode", lambda row: row, "turns"),
     ]
-    names = ordered([name for name, row in rows.items() if "em" in row])
-    parts = [(t, read) for t, read in parts if any("em" in read(rows[name]) for name in names)]
+    return _against(
+        rows,
+        parts,
+        "cost",
+        "Quality against cost",
+        "Up and to the left is better: more right answers from fewer turns of the policy. Greedy "
+        "decoding, 95 % bootstrap intervals.",
+    )
+
+
+def token_figure(rows: Mapping[str, Mapping[str, Any]]) -> Drawing | None:
+    """EM against what was written and what was read."""
+    parts: list[_Panel] = [
+        ("Written", "Policy tokens an episode", lambda row: row, "policy_tokens"),
+        ("Read", "Retrieved tokens an episode", lambda row: row, "observation_tokens"),
+    ]
+    return _against(
+        rows,
+        parts,
+        "tokens",
+        "Quality against tokens",
+        "All questions, greedy decoding, 95 % bootstrap intervals.",
+    )
+
+
+#: Title, label of the axis, where the numbers are, and which of them is the cost.
+_Panel = tuple[str, str, Callable[[Mapping[str, Any]], Mapping[str, Any]], str]
+
+
+def _against(
+    rows: Mapping[str, Mapping[str, Any]],
+    parts: Sequence[_Panel],
+    name: str,
+    title: str,
+    caption: str,
+) -> Drawing | None:
+    """EM against a cost, a panel each; None without any numbers."""
+    names = ordered([row for row in rows if "em" in rows[row]])
+    parts = [part for part in parts if any({"em", part[3]} <= set(part[2](rows[n])) for n in names)]
     if not parts:
         return None
     figure = _new(9.2, 3.9)
-    for axes, (title, read) in zip(_axes(figure, 1, len(parts), sharey=True), parts, strict=True):
-        axes.set_title(title, fontsize=10.5, color=INK, loc="left")
-        axes.set_xlabel("Generation turns an episode", fontsize=9.5, color=MUTED)
-        for name in names:
-            numbers = read(rows[name])
-            if "em" not in numbers:
+    grid = _axes(figure, 1, len(parts), sharey=True)
+    for axes, (heading, label, read, cost) in zip(grid, parts, strict=True):
+        axes.set_title(heading, fontsize=10.5, color=INK, loc="left")
+        axes.set_xlabel(label, fontsize=9.5, color=MUTED)
+        for row in names:
+            numbers = read(rows[row])
+            if not {"em", cost} <= set(numbers):
                 continue
-            colour, marker, _ = style_of(name, names)
+            colour, marker, _ = style_of(row, names)
             axes.errorbar(
-                numbers["turns"],
+                numbers[cost],
                 numbers["em"],
-                xerr=_errors(numbers, "turns"),
+                xerr=_errors(numbers, cost),
                 yerr=_errors(numbers, "em"),
                 color=colour,
                 marker=marker,
                 markersize=7,
                 linewidth=1.2,
                 linestyle="none",
-                label=label_of(name),
+                label=label_of(row),
             )
         axes.margins(0.12)
     figure.axes[0].set_ylabel("Exact match", fontsize=9.5, color=MUTED)
     _legend(figure, *figure.axes[-1].get_legend_handles_labels())
-    return _draw(
-        "cost",
-        "Quality against cost",
-        "Up and to the left is better: more right answers from fewer turns of the policy. Greedy "
-        "decoding, 95 % bootstrap intervals.",
-        figure,
-    )
+    return _draw(name, title, caption, figure)

@@ -5,6 +5,7 @@ What is read under the run directory (all of it optional, but something must be 
   rows/ROW.jsonl          a line a question, greedy (`evaluate`); without a summary, rows are counted from here
   rows/ROW.sampled.jsonl  the same, sampled
   ROW/metrics.jsonl       training metrics of a row's run; `metrics.jsonl` itself for a plain training run
+  ROW/episodes.jsonl      some episodes of each training step with their rewards and advantages; likewise
 What is written:
   report.html, figures/NAME.png (and NAME.svg inside the page), tables/NAME.csv
 """
@@ -17,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from psearch_jax.errors import UserError
 from psearch_jax.evaluation import figures, tables
+from psearch_jax.evaluation.episode_viewer import viewer_data
 from psearch_jax.evaluation.metrics import summarize
 from psearch_jax.evaluation.results import ROWS, SAMPLED, read_summary, row_summary
 from psearch_jax.metrics_log import (
+    EPISODES_FILE,
     METRICS_FILE,
     explained_disk_errors,
     read_lines,
@@ -32,7 +33,6 @@ from psearch_jax.metrics_log import (
 )
 
 REPORT = "report.html"
-SHOWN_EPISODES = 300  # embedded in the page at most
 
 
 @dataclass
@@ -44,6 +44,7 @@ class RunResults:
     greedy: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     sampled: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    training: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -80,6 +81,9 @@ def read_run(run_directory: str | os.PathLike[str]) -> RunResults:
     for path in sorted(directory.glob(f"*/{METRICS_FILE}")):
         run.curves[path.parent.name] = read_metrics(path.parent)
     run.curves = {name: steps for name, steps in run.curves.items() if steps}
+    for path in (directory / EPISODES_FILE, *sorted(directory.glob(f"*/{EPISODES_FILE}"))):
+        if lines := read_lines(path):
+            run.training[path.parent.resolve().name] = lines
     if not (run.rows or run.curves):
         raise UserError(
             f"{directory} holds neither results (summary.json, {ROWS}/*.jsonl) nor training metrics; "
@@ -97,6 +101,8 @@ def write_report(run_directory: str | os.PathLike[str]) -> Path:
         for table in (
             tables.overall(rows) if rows else None,
             tables.by_kind(rows) if any(row.get("kinds") for row in rows.values()) else None,
+            tables.by_dataset(rows),
+            tables.evidence(rows),
             tables.comparisons(run.greedy, run.sampled),
             tables.by_novelty(rows),
         )
@@ -107,6 +113,7 @@ def write_report(run_directory: str | os.PathLike[str]) -> Path:
         for drawing in (
             figures.accuracy_figure(rows),
             figures.cost_figure(rows),
+            figures.token_figure(rows),
             figures.curves_figure(run.curves),
         )
         if drawing is not None
@@ -141,7 +148,7 @@ def _render(
         name=run.directory.resolve().name,
         facts=facts(run.summary),
         parts=_in_order(shown_tables, drawings),
-        viewer=viewer_data(run.greedy),
+        viewer=viewer_data(run.greedy, run.training),
         row_colours={name.replace("_", "-"): style[0] for name, style in figures.STYLES.items()},
     )
 
@@ -150,7 +157,10 @@ def _in_order(
     shown_tables: Sequence[tables.Table], drawings: Sequence[figures.Drawing]
 ) -> list[tables.Table | figures.Drawing]:
     """Tables and figures in the order of the page: what came out, by kind, how it was learned."""
-    order = ("results", "comparisons", "cost", "kinds", "accuracy", "novelty", "curves")
+    order = (
+        *("results", "comparisons", "cost", "tokens", "datasets", "kinds", "accuracy"),
+        *("evidence", "novelty", "curves"),
+    )
     return sorted([*shown_tables, *drawings], key=lambda part: order.index(part.name))
 
 
@@ -175,65 +185,3 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if checks.get(key) is not None:
             shown.append((heading, f"{checks[key]:.1%}"))
     return shown
-
-
-def viewer_data(
-    greedy: Mapping[str, Sequence[Mapping[str, Any]]], limit: int = SHOWN_EPISODES
-) -> dict[str, Any] | None:
-    """The episodes that the page embeds: the same questions for every row, evenly by kind.
-
-    Returns:
-      {"rows": [[row, label]], "initial" (the row shown first), "kinds", "episodes", "passages": {id:
-      [title, text]} (each stored once), "shown" and "total" questions}; None without episodes.
-    """
-    names = [name for name in tables.ordered(list(greedy)) if greedy[name]]
-    if not names:
-        return None
-    by_kind: dict[str, list[str]] = {}
-    for record in greedy[max(names, key=lambda name: len(greedy[name]))]:
-        by_kind.setdefault(record["kind"], []).append(record["id"])
-    chosen = _even_sample(by_kind, max(1, limit // len(names)))
-    passages: dict[str, list[str]] = {}
-    episodes = []
-    for name in names:
-        for record in greedy[name]:
-            if record["id"] not in chosen:
-                continue
-            results = []
-            for turn in record["results"]:
-                found = []
-                for hits in turn["passages"]:
-                    for hit in hits:
-                        passages[hit["id"]] = [hit["title"], hit["text"]]
-                    found.append([[hit["id"], hit["score"]] for hit in hits])
-                results.append({"queries": turn["queries"], "passages": found})
-            kept = (
-                "id", "kind", "unseen", "question", "golden_answers", "answer", "em", "f1", "turns",
-                "searches", "subqueries", "policy_tokens", "observation_tokens", "well_formed",
-                "end_reason", "segments",
-            )  # fmt: skip
-            episodes.append(
-                {key: record.get(key) for key in kept} | {"row": name, "results": results}
-            )
-    kinds = [kind for kind in tables.KIND_ORDER if kind in by_kind]
-    return {
-        "rows": [[name, tables.label_of(name)] for name in names],
-        "initial": "parallel_search" if "parallel_search" in names else names[-1],
-        "kinds": kinds + sorted(set(by_kind) - set(kinds)),
-        "episodes": episodes,
-        "passages": passages,
-        "shown": len(chosen),
-        "total": sum(len(ids) for ids in by_kind.values()),
-    }
-
-
-def _even_sample(by_kind: Mapping[str, Sequence[str]], count: int) -> set[str]:
-    """`count` ids, as evenly over the kinds as they allow, drawn with a fixed seed."""
-    rng = np.random.default_rng(0)
-    queues = [list(rng.permutation(sorted(ids))) for _, ids in sorted(by_kind.items())]
-    chosen: list[str] = []
-    while len(chosen) < count and any(queues):
-        for queue in queues:
-            if queue and len(chosen) < count:
-                chosen.append(str(queue.pop()))
-    return set(chosen)

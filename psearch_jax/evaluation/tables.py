@@ -9,13 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psearch_jax.errors import UserError
-from psearch_jax.evaluation.metrics import compare
+from psearch_jax.evaluation.comparison import compare
 
 #: Rows in the order in which they are shown; others follow by name.
 LABELS = {
+    "direct": "Direct answer",
+    "cot": "Chain of thought",
+    "r1": "R1 without search",
     "closed_book": "Closed book",
     "index_off": "Index switched off",
     "rag": "RAG, one query",
+    "ircot": "IRCoT",
+    "iter_retgen": "Iter-RetGen",
+    "search_o1": "Search-o1",
+    "parallel_prompt": "Parallel prompt, untrained",
+    "rejection": "Rejection sampling",
+    "supervised": "Supervised",
     "warm_start": "Warm start",
     "em_reward": "EM reward",
     "parallel_search": "ParallelSearch reward",
@@ -184,6 +193,62 @@ def by_kind(rows: Mapping[str, Mapping[str, Any]]) -> Table:
         ["EM", "Turns", "Parallel"] * len(kinds),
         lines,
         [(f"{kind}, n = {counts[kind]:,}", 3) for kind in kinds],
+    )
+
+
+def by_dataset(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
+    """EM of every row on every data set, and the plain mean over them; None where no row has several."""
+    names = list(dict.fromkeys(n for row in rows.values() for n in row.get("datasets", {})))
+    if not names:
+        return None
+    lines = []
+    for row in ordered([name for name in rows if rows[name].get("datasets")]):
+        parts = rows[row]["datasets"]
+        cells = [measured(parts.get(name, {}), "em") for name in names]
+        lines.append((label_of(row), [*cells, measured(rows[row]["dataset_mean"], "em")]))
+    counts = {
+        name: max(
+            row.get("datasets", {}).get(name, {}).get("questions", 0) for row in rows.values()
+        )
+        for name in names
+    }
+    return Table(
+        "datasets",
+        "By data set",
+        "Exact match, greedy decoding; 95 % bootstrap intervals over questions. The mean is the plain one of the data "
+        "sets, whatever their sizes.",
+        [*(f"{name}, n = {counts[name]:,}" for name in names), "Mean"],
+        lines,
+    )
+
+
+def evidence(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
+    """How answers are judged beside EM, and how much of the gold evidence was retrieved; None for older results."""
+    columns = (
+        ("Substring", "substring", ".3f"),
+        ("Tolerant EM", "tolerant", ".3f"),
+        ("Judge", "judge", ".3f"),
+        ("Gold passages found", "gold_recall", ".3f"),
+        ("All of them found", "all_gold", ".3f"),
+        ("Calls", "calls", ".2f"),
+        ("Distinct queries", "distinct_queries", ".2f"),
+        ("Answered", "answered", ".3f"),
+        ("Invalid turns", "invalid_turns", ".3f"),
+        ("Cut off", "truncated", ".3f"),
+    )
+    there = [c for c in columns if any(row.get(c[1]) is not None for row in rows.values())]
+    if not any(key == "substring" for _, key, _ in there):
+        return None
+    return Table(
+        "evidence",
+        "Answers and evidence",
+        "Greedy decoding, means an episode. Tolerant EM also forgives accents, hyphens and full stops. Gold passages: "
+        "the share that was retrieved of those that hold the facts, where the data set names them.",
+        [title for title, _, _ in there],
+        [
+            (label_of(row), [measured(rows[row], key, form) for _, key, form in there])
+            for row in ordered(list(rows))
+        ],
     )
 
 

@@ -90,6 +90,7 @@ class Learner:
             self.critic = make_critic(graphdef, *sizes, compute=compute)
         self.rows = batch_rows(config, row_shards(mesh))
         self.logprob_seconds = 0.0  # of the last `learn`: forward passes beside the updates
+        self.sequences: list[Tokens] = []  # of the last step, with their advantages
 
     def _placed(self, tree: nnx.State) -> nnx.State:
         return jax.device_put(tree, param_shardings(self.mesh, tree)) if self.mesh else tree
@@ -116,6 +117,7 @@ class Learner:
         began = time.monotonic()
         every = [to_sequence(algorithm, episode) for group in groups for episode in group]
         sequences, critic_batches, told = self._give_advantages(every, rewards_GxM)
+        self.sequences = sequences
         batches, denominator = minibatches(algorithm, sequences, self.rows, len(groups[0]))
         placed = [place_batch(batch, self.mesh) for batch in batches]
         before: list[Mapping[str, Any]] = [{} for _ in placed]

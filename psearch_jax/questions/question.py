@@ -21,7 +21,9 @@ class Question:
       golden_answers: accepted answers, never empty.
       kind: one of `KINDS`.
       metadata: whatever the data set says besides; the embedded world stores `needs` (the ids of the
-        passages that hold the facts, one list a hop) and `unseen` (its entities occur in no training question).
+        passages that hold the facts, one list a hop) and `unseen` (its entities occur in no training question);
+        `gold_titles` are the titles of the passages that hold the facts, where the data set names them.
+      dataset: where it comes from; results are counted by it.
     """
 
     id: str
@@ -29,3 +31,14 @@ class Question:
     golden_answers: tuple[str, ...]
     kind: str = "unknown"
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str = ""
+
+
+def question_row(question: Question) -> dict[str, Any]:
+    """The FlashRAG row of a question."""
+    return {
+        "id": question.id,
+        "question": question.text,
+        "golden_answers": list(question.golden_answers),
+        "metadata": dict(question.metadata),
+    }

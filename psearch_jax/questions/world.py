@@ -19,8 +19,7 @@ import numpy as np
 
 from psearch_jax.errors import UserError
 from psearch_jax.questions.facts import Entity, Facts, real_facts
-from psearch_jax.questions.question import Question
-from psearch_jax.questions.readers import question_row, read_flashrag
+from psearch_jax.questions.question import Question, question_row
 from psearch_jax.questions.templates import Script, Templates, passages_of
 from psearch_jax.retrieval.passages import Passage
 
@@ -134,7 +133,7 @@ def fingerprint(facts: Facts) -> str:
     text = json.dumps([FORMAT, SPLITS, MIXTURE, facts.versions, UNSEEN_SHARE], sort_keys=True)
     code = b"".join(
         Path(__file__).with_name(name).read_bytes()
-        for name in ("facts.py", "templates.py", "world.py", "readers.py")
+        for name in ("facts.py", "templates.py", "world.py", "question.py")
     )
     return hashlib.sha256(text.encode() + code).hexdigest()[:16]
 
@@ -198,9 +197,3 @@ def embedded_directory(root: str | Path = "runs/world") -> Path:
             ) from error
     target = Path(root) / fingerprint(replace(Facts(entities=()), versions=versions))
     return target if (target / "SOURCES.txt").exists() else write_world(target)
-
-
-def load_questions(source: str, split: str) -> list[Question]:
-    """Questions of a split: `source` is `embedded`, a directory with `<split>.jsonl`, or one .jsonl file."""
-    path = embedded_directory() if source == "embedded" else Path(source)
-    return read_flashrag(path / f"{split}.jsonl" if path.is_dir() else path)

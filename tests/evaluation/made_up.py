@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def record(
         "answer": answer,
         "em": right,
         "f1": float(right),
+        "substring": right,
+        "tolerant": right,
         "turns": len(queries) + 1,
         "searches": len(queries),
         "subqueries": len(flat),
@@ -80,7 +83,13 @@ def record(
         "invalid_turns": 0,
         "failed_searches": 0,
         "end_reason": "answer",
+        "calls": len(queries) + 1,
         "segments": segments,
+        "tokens": [
+            [[piece, -0.01 * (at % 90)] for at, piece in enumerate(re.findall(r"\W*\w+\W*", text))]
+            for role, text in segments
+            if role == "policy"
+        ],
         "results": results,
     }
 
@@ -135,5 +144,10 @@ def write_run(directory: Path, count: int = 120, steps: int = 30, draws: int = 2
                     "tokens_per_second": 4000 + 100 * rng.normal(),
                 }
                 file.write(json.dumps(metrics) + "\n")
+        with (directory / row / "episodes.jsonl").open("w", encoding="utf-8") as file:
+            for step in range(1, steps + 1):
+                for at, line in enumerate(records("gated", 4, seed=step)):
+                    made = {"step": step, "reward": 0.1 * at, "advantage": at - 1.5, **line}
+                    file.write(json.dumps(made) + "\n")
     (directory / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return directory

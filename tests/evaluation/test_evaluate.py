@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rollout.toys import FOLLOWS, PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
 
+from psearch_jax import cli
 from psearch_jax.config import SamplingConfig
 from psearch_jax.errors import UserError
 from psearch_jax.evaluation.baselines import (
@@ -57,6 +58,13 @@ def play(toy, directory, **changes):
     return evaluate(toy.engine, toy.params, **options)
 
 
+def untimed(text):
+    """The lines without the seconds that they took."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all(line.pop("seconds") > 0 for line in lines)
+    return lines
+
+
 def test_law_12_every_question_is_scored_also_in_the_last_partial_batch(toy, tmp_path):
     progress = []
     summary = play(toy, tmp_path, on_progress=lambda done, total: progress.append((done, total)))
@@ -84,8 +92,10 @@ def test_law_13_a_killed_evaluation_ends_with_the_same_lines(toy, tmp_path, kept
     expected = path.read_text()
     lines = expected.splitlines(keepends=True)
     path.write_text("".join(lines[:kept]) + lines[kept][:40])
-    assert play(toy, tmp_path / "cut", **options) == whole
-    assert path.read_text() == expected
+    again = play(toy, tmp_path / "cut", **options)
+    whole.pop("engine"), again.pop("engine")  # what was played now
+    assert again == whole
+    assert untimed(path.read_text()) == untimed(expected)
     assert whole["questions"] == 7
     assert whole["episodes"] == 14
     first, second = (line["segments"] for line in read_lines(path)[:2])
@@ -95,7 +105,10 @@ def test_law_13_a_killed_evaluation_ends_with_the_same_lines(toy, tmp_path, kept
 def test_a_finished_evaluation_plays_nothing(toy, tmp_path, monkeypatch):
     first = play(toy, tmp_path)
     monkeypatch.setattr(toy.engine, "rollout", lambda *a, **k: pytest.fail("played again"))
-    assert play(toy, tmp_path) == first
+    assert first.pop("engine")["rollouts"] == 3
+    again = play(toy, tmp_path)
+    assert again.pop("engine")["occupancy"] is None
+    assert again == first
 
 
 @pytest.mark.parametrize(
@@ -105,6 +118,7 @@ def test_a_finished_evaluation_plays_nothing(toy, tmp_path, monkeypatch):
         ({"sampling": SAMPLED}, "mode, sampling"),
         ({"questions": QUESTIONS[:5]}, "prompts, questions"),
         ({"protocol": without_search(PROTOCOL)}, "protocol"),
+        ({"baseline": "rag"}, "baseline"),
     ],
 )
 def test_lines_of_other_settings_are_not_mixed_in(toy, tmp_path, change, named):
@@ -188,3 +202,39 @@ def test_law_02_baselines_search_nothing_and_answer_for_themselves(toy, tmp_path
         role for line in read_lines(rows_file(tmp_path, "row")) for role, _ in line["segments"]
     }
     assert roles == {"prompt", "policy"}
+
+
+def test_the_command_scores_a_file_with_a_bad_row_and_goes_on_after_a_cut(tmp_path, capsys):
+    """`psearch eval --json` with the packaged policy and no index: everything but what it finds."""
+    rows = [
+        {
+            "id": i,
+            "question": f"Which city has more inhabitants, {a} or Turin?",
+            "golden_answers": [a],
+        }
+        for i, a in enumerate(("Lyon", "Porto", "Graz"))
+    ]
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"question": "No answer?"}]))
+    command = [
+        "eval", f"run_directory={tmp_path / 'run'}", f"data.questions={path}", "--json",
+        "retrieval.kind=none", "rollout.slots=2", "rollout.context=128", "rollout.decode_block=8",
+        "rollout.window_buckets=[128]", "rollout.append_buckets=[32]", "protocol.observation_tokens=60",
+        "protocol.max_search_turns=1", "protocol.turn_tokens=24", "evaluation.bootstrap=50", "compile_cache=",
+    ]  # fmt: skip
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    row = json.loads(out)["run"]
+    assert (row["questions"], row["mode"]) == (3, "greedy")
+    assert row["reading"]["rows_left_out"] == 1
+    assert "few.jsonl, line 4" in row["reading"]["named"][0]
+    assert "1 rows left out" in err and "of 3 episodes over 3 questions right" in err
+    lines = rows_file(tmp_path / "run", "run")
+    whole = lines.read_text()
+    lines.write_text(whole[: whole.rindex('"segments"')])
+    assert cli.main(command) == 0
+    again = json.loads(capsys.readouterr().out)["run"]
+    assert again.pop("engine")["rollouts"] == 1 and row.pop("engine")["rollouts"] == 1
+    assert again == row
+    assert untimed(lines.read_text()) == untimed(whole)
+    assert (lines.parent / "run.yaml").is_file()

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 from evaluation.made_up import records
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from psearch_jax.errors import UserError
+from psearch_jax.evaluation.evaluate import judged
 from psearch_jax.evaluation.metrics import (
     METRICS,
     bootstrap_interval,
-    compare,
-    episode_record,
+    pass_at,
     resampled_means,
-    segments,
     summarize,
+)
+from psearch_jax.evaluation.records import (
+    episode_facts,
+    episode_record,
+    policy_tokens,
+    scored,
+    segments,
 )
 from psearch_jax.questions.question import Question
 from psearch_jax.retrieval.passages import Hit, Passage
+from psearch_jax.rewards.judge import Verdict
 from psearch_jax.rollout.episode import Episode, Turn
 
 
@@ -63,6 +70,7 @@ def test_a_record_counts_what_was_played(episode):
         "em": True, "f1": 1.0, "turns": 2, "searches": 1, "subqueries": 2, "distinct_queries": 1,
         "decomposed": True, "prompt_tokens": 2, "policy_tokens": 26, "observation_tokens": 4,
         "well_formed": True, "answered": True, "invalid_turns": 0, "end_reason": "answer",
+        "calls": 2, "truncated": False, "substring": True, "tolerant": True, "gold_recall": None, "all_gold": None,
     }  # fmt: skip
     assert {key: line[key] for key in expected} == expected
     assert line["segments"] == [
@@ -80,7 +88,7 @@ def test_a_record_counts_what_was_played(episode):
             ],
         }
     ]
-    assert set(METRICS) <= set(line)
+    assert set(METRICS) - {"judge"} <= set(line)
 
 
 def test_law_02_an_answer_in_the_prompt_is_no_answer(episode):
@@ -164,44 +172,99 @@ def line(number, em, turns=2, kind="single"):
     return {"id": f"q{number}", "em": em, "turns": turns, "kind": kind}
 
 
-def test_a_paired_difference_uses_the_pairs():
-    """b is right wherever a is and once more: unpaired noise cancels, the difference is never negative."""
-    a = [line(i, i % 2) for i in range(40)]
-    b = [line(i, 1 if i == 0 else i % 2) for i in reversed(range(40))]
-    result = compare(a, b, draws=400)
-    assert result["difference"] == pytest.approx(1 / 40)
-    assert (result["improved"], result["worsened"]) == (1, 0)
-    low, high = result["difference_interval"]
-    assert low == 0.0
-    assert high <= 4 / 40
+# -- metrics that not every record has
 
 
-def test_a_ratio_of_means_is_no_mean_of_ratios():
-    a = [line(0, 1, turns=1), line(1, 1, turns=3)]
-    b = [line(0, 1, turns=3), line(1, 1, turns=1), line(2, 0, turns=9)]
-    result = compare(a, b, "turns", draws=200)
-    assert result["ratio"] == pytest.approx(1.0)
-    assert result["unpaired"] == 1
-    assert result["questions"] == 2
-    # Draws: (first, first) 3, mixed 1, (second, second) 1/3.
-    assert result["ratio_interval"] == pytest.approx([1 / 3, 3.0])
+def test_gold_passages_are_found_by_title_or_by_id(episode):
+    def recall(**metadata):
+        changed = dataclasses.replace(episode.question, metadata=metadata)
+        line = scored(changed, episode_facts(episode, decode=spell, well_formed=bool))
+        return line["gold_recall"], line["all_gold"]
+
+    assert recall(gold_titles=["lyon ", "Turin"]) == (0.5, False)
+    assert recall(gold_titles=["Lyon"]) == (1.0, True)
+    assert recall(needs=[["p1"], ["p2", "p3"]]) == (pytest.approx(1 / 3), False)
+    assert recall(gold_titles=["p1"]) == (0.0, False)
+    assert recall() == (None, None)
 
 
-def test_a_ratio_over_zero_is_not_given():
-    result = compare([line(0, 0)], [line(0, 1)], draws=10)
-    assert result["ratio"] is None
-    assert result["ratio_interval"] is None
+def test_a_metric_is_averaged_over_the_records_that_have_it():
+    lines = [
+        {**record, "all_gold": all_gold}
+        for record, all_gold in zip(
+            records("rag", 60), [None] * 20 + [True] * 10 + [False] * 30, strict=True
+        )
+    ]
+    summary = summarize(lines, draws=400)
+    assert summary["all_gold"] == 0.25
+    low, high = summary["intervals"]["all_gold"]
+    assert 0.05 < low < 0.25 < high < 0.45
+    without = summarize(records("rag", 60), draws=400)
+    assert "all_gold" not in without and "judge_failed" not in without
+    # The other metrics do not notice.
+    assert without["em"] == summary["em"]
+    assert without["intervals"]["em"] == summary["intervals"]["em"]
 
 
-def test_results_without_a_common_question_are_refused():
-    with pytest.raises(UserError, match="no question of kind bridge in common"):
-        compare([line(0, 1)], [line(0, 1)], kind="bridge")
+def test_data_sets_are_counted_apart_and_their_mean_is_plain():
+    """900 questions at 0 and 100 at 1: the mean over questions is .1, over data sets .5."""
+    lines = [line(i, 0) | {"dataset": "large"} for i in range(900)]
+    lines += [line(900 + i, 1) | {"dataset": "small"} for i in range(100)]
+    lines = [made | {"end_reason": "answer", "f1": float(made["em"])} for made in lines]
+    summary = summarize(lines, draws=50)
+    assert summary["em"] == pytest.approx(0.1)
+    assert summary["dataset_mean"]["em"] == 0.5
+    assert summary["dataset_mean"]["intervals"]["em"] == [0.5, 0.5]
+    assert (summary["datasets"]["small"]["em"], summary["datasets"]["small"]["questions"]) == (
+        1.0,
+        100,
+    )
+    assert "datasets" not in summarize(lines[:900], draws=50)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 5))
-def test_a_result_against_itself_differs_by_nothing(ems, seed):
-    lines = [line(i, em) for i, em in enumerate(ems)]
-    result = compare(lines, lines, draws=40, seed=seed)
-    assert result["difference"] == 0.0
-    assert result["difference_interval"] == [0.0, 0.0]
+def test_pass_at_k_counts_every_choice_of_k_samples():
+    """Against the share of all k-subsets that hold a right sample, counted one by one."""
+    rng = np.random.default_rng(0)
+    right = rng.random((5, 6)) < 0.3
+    lines = [
+        {"id": f"q{q}", "sample": s, "em": bool(right[q, s])} for q in range(5) for s in range(6)
+    ]
+    result = pass_at(lines, draws=50)
+    assert set(result) == {"1", "2", "4", "6"}
+    for k in (1, 2, 4, 6):
+        every = [
+            any(right[q, list(c)]) for q in range(5) for c in itertools.combinations(range(6), k)
+        ]
+        assert result[str(k)]["em"] == pytest.approx(np.mean(every))
+    assert result["6"]["questions"] == 5
+
+
+def test_a_judge_s_failures_are_counted_and_keep_their_lines():
+    class Half:
+        def judge(self, cases):
+            return [
+                Verdict(value=0.0, failed=True) if i % 2 else Verdict(value=1.0)
+                for i in range(len(cases))
+            ]
+
+    lines = [
+        {**made, "answer": None if i == 0 else made["answer"]}
+        for i, made in enumerate(records("rag", 9))
+    ]
+    got = judged(Half(), lines)
+    assert [made["judge"] for made in got] == [0.0] + [1.0, 0.0] * 4
+    assert [made["judge_failed"] for made in got] == [False] + [False, True] * 4
+    summary = summarize(got, draws=20)
+    assert (summary["judge_failed"], summary["judge"]) == (4, pytest.approx(4 / 9))
+
+
+def test_tokens_of_the_policy_stand_with_their_log_probabilities(episode):
+    """Two policy segments; a character of two tokens stands with its last one."""
+    episode.logprobs = [-0.5 if role == 1 else 0.0 for role in episode.roles]
+    parts = policy_tokens(episode, lambda ids: "\ufffd" if ids == [ord("T")] else spell(ids))
+    assert ["".join(text for text, _ in part) for part in parts] == [
+        "<search>",
+        "<answer>the Turin.",
+    ]
+    assert ["Tu", -1.0] in parts[1] and ["r", -0.5] in parts[1]
+    assert sum(p for part in parts for _, p in part) == pytest.approx(sum(episode.logprobs))

@@ -14,7 +14,8 @@ import pytest
 from evaluation.made_up import ROWS, records, write_run
 
 from psearch_jax.errors import UserError
-from psearch_jax.evaluation.report import read_run, viewer_data, write_report
+from psearch_jax.evaluation.episode_viewer import MOST_BYTES, TRAINING, viewer_data
+from psearch_jax.evaluation.report import read_run, write_report
 from psearch_jax.evaluation.results import rows_file
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
@@ -107,12 +108,12 @@ def test_tables_hold_the_numbers_of_the_summary(run):
 
 def test_every_table_and_figure_lies_beside_the_page(run, page):
     tables = {path.stem for path in (run / "tables").glob("*.csv")}
-    assert tables == {"results", "kinds", "comparisons", "novelty", "curves"}
+    assert tables == {"results", "kinds", "comparisons", "evidence", "novelty", "curves"}
     figures = {path.stem for path in (run / "figures").glob("*.png")}
-    assert figures == {"accuracy", "cost", "curves"}
+    assert figures == {"accuracy", "cost", "tokens", "curves"}
     for path in (run / "figures").glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     with (run / "tables" / "curves.csv").open() as file:
         curves = list(csv.DictReader(file))
     assert len(curves) == 90
@@ -120,7 +121,9 @@ def test_every_table_and_figure_lies_beside_the_page(run, page):
 
 
 def test_the_page_says_which_sample_it_shows(page):
-    assert "50 of 120 questions" in " ".join(html.unescape(page).split())
+    text = " ".join(html.unescape(page).split())
+    assert "120 of 120 questions" in text
+    assert "360 sampled episodes of the training steps" in text
 
 
 def test_the_sample_is_even_by_kind_and_the_same_for_every_row():
@@ -135,6 +138,25 @@ def test_the_sample_is_even_by_kind_and_the_same_for_every_row():
     counts = [sum(kind == k for kind, _ in chosen["rag"]) for k in data["kinds"]]
     assert counts == [5, 5, 5, 5]
     assert data == viewer_data(results, limit=120)
+
+
+def test_several_data_sets_have_a_table_with_their_plain_mean(tmp_path):
+    path = rows_file(tmp_path, "rag")
+    path.parent.mkdir()
+    lines = [
+        line | {"dataset": name, "id": f"{name}:{i}", "em": name == "nq"}
+        for name in ("nq", "hotpotqa")
+        for i, line in enumerate(records("rag", 10 if name == "nq" else 30))
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path)
+    with (tmp_path / "tables" / "datasets.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (float(row["nq, n = 10"]), float(row["hotpotqa, n = 30"]), float(row["Mean"])) == (
+        1,
+        0,
+        0.5,
+    )
 
 
 def test_lines_without_a_summary_are_counted(tmp_path):
@@ -180,7 +202,7 @@ def opened(path, fragment, profile):
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the page's script is not run")
 def test_filters_filter_in_a_browser(run, tmp_path):
     dom = opened(run / "report.html", "#row=gated&kind=bridge&verdict=wrong", tmp_path)
-    data = viewer_data(read_run(run).greedy)
+    data = viewer_data(read_run(run).greedy, read_run(run).training)
     wanted = [
         episode
         for episode in data["episodes"]
@@ -204,3 +226,94 @@ def test_text_stays_text_in_a_browser(run, tmp_path):
     detail = re.search(r'<article id="detail".*?</article>', dom, re.S)[0]
     assert "<script" not in detail
     assert "<img" not in detail
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the page's script is not run")
+def test_flipped_answers_and_training_episodes_in_a_browser(run, tmp_path):
+    """What the gated row lost against the EM reward; and the tokens of a training step with their advantage."""
+    read = read_run(run)
+    right = {row: {r["id"]: r["em"] for r in read.greedy[row]} for row in ("gated", "em_reward")}
+    lost = [i for i, em in right["gated"].items() if not em and right["em_reward"][i]]
+    assert lost
+    dom = opened(run / "report.html", "#row=gated&flipped=lost%3Aem_reward", tmp_path)
+    shown = re.search(r'<ol id="list">(.*?)</ol>', dom, re.S)[1]
+    assert shown.count("<li>") == len(lost) and "✓" not in shown
+    gained = opened(run / "report.html", "#row=em_reward&flipped=gained%3Agated", tmp_path)
+    shown = re.search(r'<ol id="list">(.*?)</ol>', gained, re.S)[1]
+    assert shown.count("<li>") == len(lost) and "✗" not in shown
+    trained = opened(run / "report.html", "#row=gated%20(training)", tmp_path)
+    detail = re.search(r'<article id="detail".*?</article>', trained, re.S)[0]
+    assert re.search(
+        r'data-told="log-probability −0\.01 · probability 0\.99 · advantage −1\.5"', detail
+    )
+    assert "step 1" in detail and "reward 0" in detail
+
+
+def test_policy_text_is_stored_once_as_its_tokens(run):
+    data = viewer_data(read_run(run).greedy)
+    episode = data["episodes"][0]
+    record = next(r for r in read_run(run).greedy[episode["row"]] if r["id"] == episode["id"])
+    for (role, text, *tokens), (own_role, own) in zip(
+        episode["segments"], record["segments"], strict=True
+    ):
+        assert role == own_role
+        assert (text is None) == (role == "policy")
+        assert ("".join(t[0] for t in tokens[0]) if tokens else text) == own
+
+
+def long_record(number):
+    """An episode as long as one over Wikipedia: four turns of 150 tokens, six passages of 100 words each turn."""
+    words = "passage of a hundred words about something or other that was found " * 9
+    passages = [
+        [
+            {"id": f"{number}-{turn}-{k}", "title": f"T{k}", "text": words, "score": 0.5}
+            for k in range(6)
+        ]
+        for turn in range(3)
+    ]
+    tokens = [[[" token", -0.25]] * 150 for _ in range(4)]
+    policy = " token" * 150
+    observation = words * 6
+    made = records("gated", 1)[0]
+    return made | {
+        "id": f"q{number}",
+        "kind": ("bridge", "parallelizable")[number % 2],
+        "segments": [
+            ["prompt", "Which?"],
+            *[s for _ in range(3) for s in (["policy", policy], ["observation", observation])],
+            ["policy", policy],
+        ],
+        "tokens": tokens,
+        "results": [{"queries": ["q"], "passages": [found]} for found in passages],
+    }
+
+
+def test_a_run_of_long_episodes_stays_under_20_megabytes():
+    """Fewer are shown where 2,000 would be too many bytes; every kind stays."""
+    data = viewer_data({"gated": [long_record(i) for i in range(2000)]})
+    size = len(json.dumps(data))
+    assert MOST_BYTES / 3 < size < 20e6
+    assert 100 < len(data["episodes"]) < 2000
+    assert {episode["kind"] for episode in data["episodes"]} == {"bridge", "parallelizable"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the page's script is not run")
+def test_2000_episodes_open_within_two_seconds(tmp_path):
+    path = rows_file(tmp_path / "run", "gated")
+    path.parent.mkdir(parents=True)
+    lines = records("gated", 2000)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    training = records("em_reward", 400)
+    (tmp_path / "run" / "episodes.jsonl").write_text(
+        "".join(
+            json.dumps({"step": 1, "reward": 0.5, "advantage": 0.1, **r}) + "\n" for r in training
+        )
+    )
+    page = write_report(tmp_path / "run")
+    assert page.stat().st_size < 20e6
+    data = viewer_data(*(read_run(tmp_path / "run").__dict__[k] for k in ("greedy", "training")))
+    assert len(data["episodes"]) == 2000
+    assert sum(e["row"].endswith(TRAINING) for e in data["episodes"]) == 400
+    dom = opened(page, "", tmp_path / "profile")
+    assert int(re.search(r'data-ready="(\d+)"', dom)[1]) < 2000
+    assert "1400 more" in dom  # of the row shown first, 200 lines are laid out

@@ -1,3 +1,4 @@
+import random
 import string
 
 import pytest
@@ -104,3 +105,101 @@ def test_fault_23_tolerant_match_stands_beside_exact_match(answer, gold, match):
 def test_tolerant_match_never_refuses_an_exact_one(answer, gold):
     assert tolerant_match(answer, (gold,)) or not exact_match(answer, (gold,))
     assert not tolerant_match(None, (gold,))
+
+
+# -- an independent implementation, character by character, with nothing of the module's
+
+
+def plain_words(text):
+    """Words in lower case, ASCII punctuation deleted where it stands, articles left out."""
+    kept = []
+    for character in text.lower():
+        if not 33 <= ord(character) < 127 or character.isalnum():
+            kept.append(character)
+    words, word = [], []
+    # An article is what stands between two characters that are no part of a word (or the text's ends).
+    for character in [*kept, " "]:
+        if character.isalnum() or character == "_":
+            word.append(character)
+            continue
+        if "".join(word) not in ("a", "an", "the"):
+            words.extend(word)
+        else:
+            words.append(" ")
+        word = []
+        words.append(character)
+    return "".join(words).split()
+
+
+def plain_f1(answer, gold):
+    a, g = plain_words(answer), plain_words(gold)
+    if a == g:
+        return 1.0
+    if " ".join(a) in ("yes", "no", "noanswer") or " ".join(g) in ("yes", "no", "noanswer"):
+        return 0.0
+    left, shared = list(g), 0
+    for word in a:
+        if word in left:
+            left.remove(word)
+            shared += 1
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(a), shared / len(g)
+    return 2 * precision * recall / (precision + recall)
+
+
+PIECES = (
+    *(
+        "the",
+        "The",
+        "a",
+        "an",
+        "A.",
+        "U.S.",
+        "state-of-the-art",
+        "São Paulo",
+        "Ł",
+        "ß",
+        "naïve",
+        "“the”",
+    ),
+    *(
+        "yes",
+        "No",
+        "noanswer",
+        "12",
+        "1,000",
+        "3.14",
+        "1962",
+        "May 12, 1962",
+        "Turin",
+        "Lyon",
+        "O'Neil",
+    ),
+    *("theatre", "Anna", "", "  ", "\t", "—", "...", "x_y", "İ", "ﬁ", "Ⅻ", "東京", "a-the-b"),
+)
+
+
+def test_parity_with_an_independent_implementation_on_5000_pairs():
+    rng = random.Random(11)
+
+    def text():
+        return rng.choice((" ", " ", "", ", ")).join(rng.choices(PIECES, k=rng.randint(0, 4)))
+
+    same = shared = inside = 0
+    for _ in range(5000):
+        golds = [text() for _ in range(rng.randint(1, 3))]
+        answer = rng.choice((text(), rng.choice(golds).upper(), f"the {rng.choice(golds)}."))
+        assert normalize(answer) == " ".join(plain_words(answer)), answer
+        wanted = any(plain_words(answer) == plain_words(gold) for gold in golds)
+        assert exact_match(answer, golds) is wanted, (answer, golds)
+        best = max(plain_f1(answer, gold) for gold in golds)
+        assert f1(answer, golds) == pytest.approx(best), (answer, golds)
+        whole = " ".join(plain_words(answer))
+        found = any(
+            " ".join(plain_words(gold)) in whole if plain_words(gold) else not whole
+            for gold in golds
+        )
+        assert substring_match(answer, golds) is found, (answer, golds)
+        same, shared, inside = same + wanted, shared + (0 < best < 1), inside + found
+    assert min(same, shared, inside) > 200  # every outcome was there
