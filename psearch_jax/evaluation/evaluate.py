@@ -119,7 +119,7 @@ def evaluate(
         "protocol": _digest(dataclasses.asdict(protocol)),
         "questions": _digest([[q.id, q.text, list(q.golden_answers)] for q in questions]),
     }
-    key, use = jax.random.key(seed), EngineUse(engine.rollout_config.slots)
+    key, use = jax.random.key(seed), EngineUse()
     if baseline:
         settings["baseline"] = baseline
         play = _script_player(engine, params, questions, BASELINES[baseline], key, sampling, use)
@@ -255,25 +255,25 @@ def judged(judge: AnswerJudge, records: Sequence[dict[str, Any]]) -> list[dict[s
 class EngineUse:
     """What evaluating cost: the engine's figures added up over its rollouts, and the time outside it."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self) -> None:
         self.began = time.monotonic()
-        self.rollouts = self.steps = self.drawn = 0
+        self.rollouts = self.room = self.drawn = 0
         self.inside = 0.0
 
     def add(self, stats: Mapping[str, Any]) -> None:
         """The figures of one more rollout (`Engine.stats`)."""
         self.rollouts += 1
-        self.steps += stats["decode_steps"]
-        self.drawn += stats["forwarded"].get("policy", 0)
+        self.room += stats["decode_steps"] * stats["decode_rows"]
+        self.drawn += stats["forwarded"]["policy"]
         self.inside += stats["seconds"]["total"]
 
     def figures(self) -> dict[str, Any]:
-        """Occupancy: slots that drew a token, of all slots in all decoding steps, the emptying ends included."""
+        """Occupancy: rows of decoding blocks that drew a token, of all their rows in all steps, the emptying ends of
+        the chunks included."""
         seconds = time.monotonic() - self.began
         return {
             "rollouts": self.rollouts,
-            "occupancy": self.drawn / (self.steps * self.slots) if self.steps else None,
+            "occupancy": self.drawn / self.room if self.room else None,
             "seconds": round(seconds, 3),
             "outside_share": max(0.0, 1 - self.inside / seconds) if self.rollouts else None,
         }
