@@ -28,6 +28,7 @@ from psearch_jax.config_files import config_hash
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.learning import experience
 from psearch_jax.mesh import make_mesh
+from psearch_jax.metrics_log import EPISODES_FILE, read_lines
 from psearch_jax.models.lora import split_trainable
 from psearch_jax.questions.question import Question
 from psearch_jax.rewards.composition import score_groups
@@ -179,6 +180,15 @@ def test_law_13_a_killed_run_ends_with_the_same_numbers(unbroken, tmp_path):
     assert ENGINE.compile_count == compiled  # law 6: restored arrays are like fresh ones
     for a, b in zip(params, jax.device_get(jax.tree.leaves(again.state.params)), strict=True):
         np.testing.assert_array_equal(a, b)
+    # Whole groups of every step are kept for the report, each step once; advantages are against the group's mean.
+    lines = read_lines(tmp_path / EPISODES_FILE)
+    assert [line["step"] for line in lines] == [step for step in range(1, 5) for _ in range(8)]
+    for start in range(0, len(lines), 4):
+        group = lines[start : start + 4]
+        assert len({line["id"] for line in group}) == 1
+        assert sum(line["advantage"] for line in group) == pytest.approx(0.0, abs=1e-3)
+        best = max(group, key=lambda line: line["reward"])
+        assert best["advantage"] == max(line["advantage"] for line in group)
 
 
 ALGORITHMS = {

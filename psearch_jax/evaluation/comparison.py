@@ -97,7 +97,8 @@ def flipped(
     """
     before, after = _right(baseline), _right(other)
     answers_a = {record["id"]: record.get("answer") for record in reversed(baseline)}
-    gained, lost = [], []
+    gained: list[dict[str, Any]] = []
+    lost: list[dict[str, Any]] = []
     seen: set[str] = set()
     for record in other:
         identity = record["id"]
@@ -152,9 +153,9 @@ def compare_runs(
             continue
         result[name] = {}
         for value in values:
-            parts = [[r for r in rows if (r.get(key) or "") == value] for rows in (baseline, other)]
-            if parts[1] and {r["id"] for r in parts[0]} & {r["id"] for r in parts[1]}:
-                result[name][value] = _part(*parts, draws, seed)
+            a, b = ([r for r in rows if (r.get(key) or "") == value] for rows in (baseline, other))
+            if {r["id"] for r in a} & {r["id"] for r in b}:
+                result[name][value] = _part(a, b, draws, seed)
     gained, lost = flipped(baseline, other)
     result["flipped"] = {"gained": gained, "lost": lost}
     return result

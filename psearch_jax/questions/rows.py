@@ -206,9 +206,9 @@ def gold_titles(row: Mapping[str, Any]) -> list[str]:
         found = list(facts.get("title") or [])
     elif isinstance(facts, list):
         found = [
-            fact[0] if isinstance(fact, list) and fact else fact.get("title")
+            fact.get("title") if isinstance(fact, Mapping) else fact[0]
             for fact in facts
-            if isinstance(fact, list | Mapping)
+            if isinstance(fact, Mapping) or (isinstance(fact, list) and fact)
         ]
     for name in ("paragraphs", "evidence_list"):
         parts = row.get(name)

@@ -9,7 +9,7 @@ import pytest
 from rollout.toys import FOLLOWS, PROTOCOL, ROLLOUT, Corpus, make_policy, make_tokenizer
 
 from psearch_jax import cli
-from psearch_jax.config import SamplingConfig
+from psearch_jax.config import DataConfig, SamplingConfig
 from psearch_jax.errors import UserError
 from psearch_jax.evaluation.baselines import (
     closed_book_prompts,
@@ -27,7 +27,9 @@ from psearch_jax.evaluation.results import (
 )
 from psearch_jax.metrics_log import read_lines
 from psearch_jax.questions.question import Question
+from psearch_jax.questions.sources import load_questions
 from psearch_jax.rollout.engine import Engine
+from psearch_jax.rollout.episode import Episode, Turn
 
 GREEDY, SAMPLED = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
 QUESTIONS = [
@@ -238,3 +240,54 @@ def test_the_command_scores_a_file_with_a_bad_row_and_goes_on_after_a_cut(tmp_pa
     assert again == row
     assert untimed(lines.read_text()) == untimed(whole)
     assert (lines.parent / "run.yaml").is_file()
+
+
+def test_law_12_no_question_of_hotpotqa_is_lost_through_a_kill_and_a_partial_batch(
+    toy, tmp_path, shared_data, monkeypatch
+):
+    """7,405 questions in chunks of 1,000, killed in the fourth and again within a line: each is there once."""
+    data = DataConfig(questions=f"suite:hotpotqa={shared_data / 'hotpotqa_dev_types.jsonl'}")
+    questions = load_questions(data, "test")
+    rollouts = []
+
+    def rollout(params, requests, **options):
+        rollouts.append(len(requests))
+        if len(rollouts) == 4:
+            raise KeyboardInterrupt
+        return [
+            Episode(
+                question=request.question,
+                group=request.group,
+                member=request.member,
+                ids=[1],
+                roles=[1],
+                logprobs=[0.0],
+                turns=[Turn(kind="answer", start=0, stop=1, text="", answer="yes")],
+                end_reason="answer",
+            )
+            for request in requests
+        ]
+
+    monkeypatch.setattr(toy.engine, "rollout", rollout)
+    monkeypatch.setattr(toy.engine, "encode", lambda text: (1,))
+    stats = {
+        "decode_steps": 1,
+        "decode_rows": 4,
+        "forwarded": {"policy": 1},
+        "seconds": {"total": 0.1},
+    }
+    monkeypatch.setattr(toy.engine, "stats", stats)
+    options = {"questions": questions, "chunk": 1000, "draws": 20}
+    with pytest.raises(KeyboardInterrupt):
+        play(toy, tmp_path, **options)
+    path = rows_file(tmp_path, "row")
+    text = path.read_text()
+    assert text.count("\n") == 3000
+    path.write_text(text[:-200])
+    summary = play(toy, tmp_path, **options)
+    assert rollouts == [1000] * 8 + [406]
+    assert (summary["questions"], summary["episodes"]) == (7405, 7405)
+    kinds = {kind: part["questions"] for kind, part in summary["kinds"].items()}
+    assert kinds == {"parallelizable": 1487, "bridge": 5918}
+    yes = sum(question.golden_answers == ("yes",) for question in questions)
+    assert summary["right"] == yes
