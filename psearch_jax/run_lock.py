@@ -52,6 +52,23 @@ def held(directory: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def in_use(directory: str | Path) -> bool | None:
+    """Whether a living process holds a run directory; None where it has no lock (another version's, or only results)."""
+    try:
+        descriptor = os.open(Path(directory) / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _holder(path: Path) -> str:
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))

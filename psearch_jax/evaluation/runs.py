@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.errors import UserError
 from psearch_jax.evaluation.results import ROWS, SUMMARY, read_summary
 from psearch_jax.metrics_log import METRICS_FILE, as_number, read_metrics
+from psearch_jax.run_lock import in_use
 
 _DEPTH = 3
 _QUIET = (
@@ -48,7 +48,8 @@ def describe_run(path: Path, *, now: float | None = None) -> dict[str, Any]:
       where it does not train), "best" ({"row", "em", "mode"}: of its results, else the best step of its training),
       "changed" (seconds since 1970), "problem" (what is damaged)}.
 
-    A run that is not finished counts as running while its metrics have grown within the last 15 minutes.
+    A run counts as running while a process holds its directory; one without a lock, while its metrics have grown
+    within the last 15 minutes.
     """
     now = time.time() if now is None else now
     run: dict[str, Any] = {"run": str(path), "problem": None}
@@ -63,10 +64,13 @@ def describe_run(path: Path, *, now: float | None = None) -> dict[str, Any]:
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if run["problem"]:
         state = "damaged"
+    elif held := in_use(path):
+        state = "running"
     elif (path / "policy" / "config.json").is_file():
         state = "finished"
-    elif metrics or Checkpointer(path / "checkpoints").steps():
-        state = "running" if now - changed < _QUIET else "stopped"
+    elif metrics or (path / "checkpoints").is_dir():
+        quiet = held is False or now - changed >= _QUIET
+        state = "stopped" if quiet else "running"
     else:
         state = "evaluated" if rows or (path / ROWS).is_dir() else "new"
     trains = step is not None or (path / "checkpoints").is_dir()

@@ -9,6 +9,7 @@ from evaluation.made_up import write_run
 
 from psearch_jax.errors import UserError
 from psearch_jax.evaluation.runs import describe_run, find_runs, show
+from psearch_jax.run_lock import held
 
 
 @pytest.fixture
@@ -57,6 +58,19 @@ def test_every_run_is_listed_with_its_state_and_best_score(directory, capsys):
 def test_a_run_grows_old(directory):
     path = directory / "demo" / "gated"
     assert describe_run(path, now=time.time() + 3600)["state"] == "stopped"
+
+
+def test_a_run_whose_directory_is_held_is_running(directory):
+    path = directory / "stopped"
+    with held(path):
+        assert describe_run(path)["state"] == "running"
+    assert describe_run(path)["state"] == "stopped"
+    path = directory / "demo" / "gated"
+    with held(path):
+        pass
+    assert (
+        describe_run(path)["state"] == "stopped"
+    )  # it was written a moment ago, but nobody holds it
 
 
 def test_nothing_there(tmp_path, capsys):
