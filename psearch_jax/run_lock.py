@@ -53,7 +53,7 @@ def held(directory: str | Path) -> Iterator[None]:
 
 
 def in_use(directory: str | Path) -> bool | None:
-    """Whether a living process holds a run directory; None where it has no lock (another version's, or only results)."""
+    """Whether a living process holds a run directory; None where there is no lock (results alone)."""
     try:
         descriptor = os.open(Path(directory) / LOCK_FILE, os.O_RDONLY)
     except OSError:
