@@ -155,7 +155,7 @@ def index(sources: tuple[str, ...]) -> None:
 @click.option("--topology", default="", metavar="NAME", help="A TPU slice: v5p:4x4x2 or v5p-64.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 def plan(sources: tuple[str, ...], topology: str, as_json: bool) -> None:
-    """Say whether a recipe fits a TPU slice, and how fast; needs no TPU."""
+    """Say whether a recipe fits a TPU slice, and how fast it runs."""
     from psearch_jax import plan_report as room
 
     room.run(_resolve(sources)[0], topology, json=as_json)
@@ -216,7 +216,7 @@ def compare(run_a: str, run_b: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
 @_traceback_option
 def runs(directory: Path, as_json: bool) -> None:
-    """List the runs under DIRECTORY with their state, step and best score."""
+    """List the runs under DIRECTORY: state, step, best score."""
     from psearch_jax.evaluation.runs import show
 
     show(directory, json=as_json)
