@@ -129,6 +129,8 @@ def evaluate(
         )
         settings["prompts"] = _digest(texts)
         play = _episode_player(engine, params, questions, texts, key, sampling, protocol, use)
+    if judge is not None:
+        settings["judge"] = judge.config.model if isinstance(judge, Judge) else type(judge).__name__
     path = rows_file(run_directory, name)
     _begin(path, settings, stale)
 

@@ -71,6 +71,8 @@ def question_of(
     """
     row = {str(name): plain(value) for name, value in row.items()}
     text = next((row[name] for name in _TEXT if row.get(name) is not None), None)
+    if isinstance(text, dict):  # Natural Questions: with its tokens
+        text = text.get("text")
     if not isinstance(text, str) or not text.strip():
         raise ValueError('"question" is missing or empty')
     metadata = row.get("metadata") or {}
@@ -124,7 +126,11 @@ def _answers(row: Mapping[str, Any], notes: list[str]) -> list[str]:
     found = next((row[name] for name in _ANSWERS if row.get(name) is not None), None)
     if found is None:
         found = ground_truth(row.get("reward_model"))
-    if found is None and not any(name in row for name in (*_ANSWERS, "reward_model")):
+    if found is None and isinstance(row.get("annotations"), Mapping):  # Natural Questions
+        found = row["annotations"].get("short_answers")
+    if found is None and not any(
+        name in row for name in (*_ANSWERS, "reward_model", "annotations")
+    ):
         raise ValueError(
             f"there is no column of answers ({', '.join(_ANSWERS[:3])} or reward_model)"
         )

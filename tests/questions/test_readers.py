@@ -212,6 +212,16 @@ def test_every_shape_of_search_r1_s_ground_truth(reward_model, answers):
              "evidence_list": [{"title": "A", "fact": "f"}, {"title": "B"}]},
             "parallelizable", ("Yes",), ["A", "B"],
         ),
+        # Natural Questions in full, as the hub has it and as TFDS does
+        (
+            {"id": 3, "question": {"text": "q", "tokens": ["q"]},
+             "annotations": {"short_answers": [{"text": ["Y"]}, {"text": []}, {"text": ["Why"]}]}},
+            "single", ("Y", "Why"), None,
+        ),
+        (
+            {"id": 3, "question": {"text": b"q"}, "annotations": {"short_answers": {"text": [[b"Y"], []]}}},
+            "single", ("Y",), None,
+        ),
         # TFDS gives bytes and arrays
         ({"id": b"x", "question": b"q", "answers": np.array([b"\xc3\xa9"], object)}, "single", ("é",), None),
     ],
