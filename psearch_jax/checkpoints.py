@@ -78,6 +78,7 @@ class Checkpointer:
             raise UserError(f"cannot keep {keep} checkpoints: keep at least 1")
         self.directory = Path(directory).absolute()
         self.keep, self.keep_best, self.keep_every = keep, keep_best, keep_every
+        self.spare: int | None = None  # a step that is kept whatever the rules say
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -182,7 +183,7 @@ class Checkpointer:
     def _expired(self) -> list[int]:
         """The steps that none of the rules keeps."""
         steps = self.steps()
-        kept = set(steps[-self.keep :])
+        kept = {*steps[-self.keep :], self.spare}
         if self.keep_every:
             kept.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_best:
@@ -202,6 +203,19 @@ class Checkpointer:
         if processes.is_first():
             shutil.rmtree(temporary, ignore_errors=True)
         raise _as_user_error(error, self.directory) from error
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, the newest first."""
+        self.wait()
+        if not processes.is_first():
+            return
+        for later in reversed(self.steps()):
+            if later > step:
+                # Under a hidden name first: half a directory must not look like a checkpoint.
+                hidden = self.directory / f".new-{later}"
+                shutil.rmtree(hidden, ignore_errors=True)
+                (self.directory / str(later)).rename(hidden)
+                shutil.rmtree(hidden)
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest checkpoint that is whole, or None where there is none at all.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from psearch_jax.config_learning import (
     AlgorithmConfig,
     ArchitectureConfig,
+    CollapseConfig,
     JudgeConfig,
     OptimizerConfig,
     RewardConfig,
@@ -22,6 +23,7 @@ from psearch_jax.config_learning import (
 __all__ = [
     "AlgorithmConfig",
     "ArchitectureConfig",
+    "CollapseConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from psearch_jax.config import (
     AlgorithmConfig,
     ArchitectureConfig,
+    CollapseConfig,
     Config,
     RewardConfig,
     RewardParts,
@@ -143,12 +144,27 @@ def _impossible_training(config: Config) -> Iterator[tuple[tuple[str, ...], str]
             "sampling.temperature=0 plays the members of a group alike, so nothing can be learned from "
             "them: use a temperature above 0 (evaluation.temperature is the one that may be greedy)",
         )
+    collapse, usual = trainer.collapse, CollapseConfig()
+    if not looked_for(collapse):
+        for name in ("window", "returns", "rate_factor"):
+            if getattr(collapse, name) != getattr(usual, name):
+                yield (
+                    (f"trainer.collapse.{name}",),
+                    f"trainer.collapse.{name} is set, but no sign of a collapse is looked for: set one, such as "
+                    "trainer.collapse.entropy_below=0.01, or remove it",
+                )
     kinds = set(trainer.kinds) - set(KINDS)
     if kinds:
         yield (
             ("trainer.kinds",),
             f"trainer.kinds has {sorted(kinds)[0]!r}, but the kinds are {', '.join(KINDS)}",
         )
+
+
+def looked_for(collapse: CollapseConfig) -> bool:
+    """Whether any sign of a collapse is."""
+    signs = ("entropy_below", "gap_above", "search_rate_below", "invalid_above", "reward_drop")
+    return any(getattr(collapse, name) for name in signs)
 
 
 #: Settings that an algorithm reads only beside another → (that setting, the values of it that read them).

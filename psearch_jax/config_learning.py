@@ -127,6 +127,24 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollapseConfig:
+    """Signs of a policy that falls apart; one of 0 is not looked for, and none is unless it is asked for.
+
+    A run that shows a sign in `window` steps in a row goes back to its last good checkpoint with a lower learning
+    rate, `returns` times; then it stops.
+    """
+
+    entropy_below: float = 0.0  # nats a token
+    gap_above: float = 0.0  # mean |log-ratio| a token between rollout and trainer
+    search_rate_below: float = 0.0  # share of episodes that search
+    invalid_above: float = 0.0  # share of turns that neither search nor answer
+    reward_drop: float = 0.0  # below the best mean of `window` steps
+    window: int = 3  # steps in a row
+    returns: int = 2  # to a good checkpoint, before the run stops
+    rate_factor: float = 0.5  # of the learning rate at each return
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The loop."""
 
@@ -141,6 +159,7 @@ class TrainerConfig:
     max_bad_batches: int = 3
     log_episodes: int = 8  # episodes of every step that are kept in episodes.jsonl, for the report
     kinds: tuple[str, ...] = ()  # train on these question kinds only; empty: all
+    collapse: CollapseConfig = field(default_factory=CollapseConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ ABOVE_ZERO = frozenset(
         *("algorithm.logprob_chunk", "trainer.questions_per_step", "trainer.group_size"),
         *("algorithm.critic_learning_rate", "algorithm.kl_horizon"),
         *("evaluation.samples", "evaluation.bootstrap"),
+        *("trainer.collapse.window", "trainer.collapse.rate_factor"),
         *("trainer.checkpoint_every", "trainer.keep", "supervised.rows_per_step"),
         *("supervised.row_length", "supervised.micro_rows", "supervised.checkpoint_every"),
         *("supervised.keep", "supervised.check_every", "supervised.steps_per_world"),
@@ -71,7 +72,8 @@ SHARES = frozenset(
     (
         *("sampling.top_p", "optimizer.b1", "optimizer.b2", "algorithm.clip_low"),
         *("algorithm.gamma", "algorithm.gae_lambda", "algorithm.correction_low"),
-        *("reward.judge.fallback",),
+        *("reward.judge.fallback", "trainer.collapse.rate_factor"),
+        *("trainer.collapse.search_rate_below", "trainer.collapse.invalid_above"),
         *("supervised.real_share", "supervised.drill_share", "supervised.drill_shared"),
     )
 )

@@ -157,9 +157,12 @@ class MetricsLog:
         Raises:
           UserError: a directory that cannot be written, or a project without the package wandb.
         """
+        self.directory = Path(directory)
+        self._open(resumed_step)
+
+    def _open(self, resumed_step: int | None) -> None:
         from tensorboardX import SummaryWriter  # imported here: it costs start-up time
 
-        self.directory = Path(directory)
         fresh = resumed_step is None
         self._tracker = None
         if tracking is not None and tracking.wandb_project:
@@ -184,6 +187,11 @@ class MetricsLog:
                 self._board.add_scalar(tag, number, global_step=int(step))
         if self._tracker is not None:
             self._tracker.write(int(step), metrics)
+
+    def rewind(self, step: int) -> None:
+        """Drops what was logged after `step`: the run goes on from there."""
+        self.close()
+        self._open(step)
 
     def close(self) -> None:
         """Flushes and closes all of them."""

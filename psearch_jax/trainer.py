@@ -30,7 +30,7 @@ from psearch_jax.assembly import (
     open_engine,
     open_policy,
 )
-from psearch_jax.checkpoints import Checkpointer
+from psearch_jax.checkpoints import Checkpointer, Restored
 from psearch_jax.config import (
     Config,
     EvaluationConfig,
@@ -38,12 +38,14 @@ from psearch_jax.config import (
     SupervisedConfig,
     TrackingConfig,
 )
+from psearch_jax.config_checks import looked_for
 from psearch_jax.config_files import config_hash, flatten
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.evaluation.records import training_records
 from psearch_jax.interruption import GracefulStop, StopNow
 from psearch_jax.learning.advantages import zero_spread
+from psearch_jax.learning.collapse import Detector
 from psearch_jax.learning.experience import shaped_rewards
 from psearch_jax.learning.learner import Learner
 from psearch_jax.learning.selection import choose_groups, questions_to_refill
@@ -60,6 +62,7 @@ from psearch_jax.step_metrics import describe
 from psearch_jax.throughput import Clock, Trace, breakdown, rates, weights_in_products
 
 OnStep = Callable[[int, Mapping[str, Any]], None]
+OnReturn = Callable[[int, str], None]
 
 
 def question_order(count: int, seed: int, first: int, wanted: int) -> list[int]:
@@ -112,6 +115,8 @@ class Trainer:
         self.shown: list[dict[str, Any]] = []  # lines of some episodes of the last step
         self.position = 0  # questions that were played, those of refills included
         self.rewards: list[float] = []  # of the steps since the last checkpoint: its score
+        collapse = config.trainer.collapse
+        self.detector = Detector(collapse) if looked_for(collapse) else None
         self.checkpoints = Checkpointer(
             Path(config.run_directory) / "checkpoints",
             keep=config.trainer.keep,
@@ -180,6 +185,9 @@ class Trainer:
         }
         self.saving = 0.0
         self.rewards.append(metrics["reward"])
+        if self.detector is not None:
+            returns = len(self.detector.returns)
+            metrics |= {"returns": returns, "rate_scale": self.learner.rate_scale}
         return metrics
 
     def _play(
@@ -230,14 +238,21 @@ class Trainer:
                 f"checkpoint in {self.checkpoints.directory}."
             )
 
-    def run(self, on_step: OnStep | None = None) -> None:
-        """Go on from `done` to the last step, saving on the way. `on_step(steps done, metrics)` after each.
+    def run(self, on_step: OnStep | None = None, on_return: OnReturn | None = None) -> None:
+        """Go on from `done` to the last step, saving on the way.
+
+        Args:
+          on_step: called with (steps done, metrics) after each step.
+          on_return: called with (steps done, sentence) after the run went back to a good checkpoint.
 
         Raises:
           Interrupted: Ctrl-C or SIGTERM; all steps that were finished are saved.
+          UserError: the policy collapsed, and was taken back as often as it may be.
         """
         settings = self.config.trainer
         saved = self.done
+        if self.detector is not None and self.detector.good is None:
+            self.save()
         episodes = LineFile(Path(self.config.run_directory) / EPISODES_FILE, last_step=self.done)
         with self.stop, episodes:
             while self.done < settings.steps:
@@ -249,6 +264,8 @@ class Trainer:
                     episodes.write(*self.shown)
                 if metrics is not None and on_step is not None:
                     on_step(self.done, metrics)
+                if metrics is not None and self._goes_back(metrics, on_return):
+                    saved = self.done
                 stopped = processes.agree(self.stop.asked) and self.done < settings.steps
                 due = self.done % settings.checkpoint_every == 0 or self.done == settings.steps
                 if (due or stopped) and self.done != saved:
@@ -277,10 +294,45 @@ class Trainer:
             "bad_batches": self.bad_batches,
             "bad_in_a_row": self.bad_in_a_row,
         }
+        if self.detector is not None:
+            self.detector.saves(self.done)
+            extras["collapse"] = self.detector.state
+            self.checkpoints.spare = self.detector.good
         score = sum(self.rewards) / len(self.rewards) if self.rewards else None
         self.checkpoints.save(self.done, arrays, extras, score=score, wait=wait)
         self.rewards = []
         self.saving = time.monotonic() - began
+
+    def _goes_back(self, metrics: Mapping[str, Any], on_return: OnReturn | None) -> bool:
+        """Where the policy has collapsed, take up the last good checkpoint with a lower learning rate.
+
+        Later checkpoints are deleted first, and the return is written into the good one: a run that is killed meanwhile
+        or afterwards goes the same way.
+        """
+        if self.detector is None or not (sign := self.detector.see(metrics)):
+            return False
+        at, good, returns = self.done, self.detector.good, self.detector.returns
+        limit, checkpoints = self.config.trainer.collapse.returns, self.checkpoints
+        assert good is not None
+        checkpoints.drop_after(good)
+        if len(returns) >= limit:
+            raise UserError(
+                f"The policy collapsed at step {at} ({sign}) after {len(returns)} returns to a good checkpoint "
+                f"(trainer.collapse.returns); lower optimizer.learning_rate, or raise algorithm.kl_coefficient. The "
+                f"last good checkpoint, of step {good}, is in {checkpoints.directory}."
+            )
+        score = checkpoints.score(good)
+        restored = checkpoints.restore(good, self.learner.saved()[0])
+        self._take_up(restored, [*returns, {"at": at, "to": good, "sign": sign}])
+        self.rewards = [] if score is None else [score]
+        self.save()
+        if on_return is not None:
+            on_return(
+                self.done,
+                f"The policy collapsed at step {at} ({sign}): back to step {good} with {self.learner.rate_scale:g} of "
+                f"the learning rate ({len(returns) + 1} of {limit} returns).",
+            )
+        return True
 
     def resume(self) -> bool:
         """Take up the newest checkpoint of this run directory, if there is one.
@@ -296,11 +348,17 @@ class Trainer:
                 f"{self.checkpoints.directory} holds a run of another recipe; choose another run_directory, or "
                 "delete that one to start anew."
             )
-        self.learner.restore(restored.state, restored.extras)
-        self.done, self.position = restored.step, restored.extras["position"]
-        self.bad_batches = restored.extras["bad_batches"]
-        self.bad_in_a_row = restored.extras["bad_in_a_row"]
+        self._take_up(restored)
         return True
+
+    def _take_up(self, restored: Restored, returns: list[dict[str, Any]] | None = None) -> None:
+        extras = restored.extras
+        self.learner.restore(restored.state, extras)
+        self.done, self.position = restored.step, extras["position"]
+        self.bad_batches, self.bad_in_a_row = extras["bad_batches"], extras["bad_in_a_row"]
+        if self.detector is not None:
+            self.detector.take_up(extras["collapse"], returns)
+            self.learner.rate_scale = self.detector.rate_scale
 
 
 def recipe_hash(config: Config) -> str:
@@ -360,7 +418,11 @@ def train(config: Config, *, profile: bool = False) -> None:
                 if trace is not None:
                     trace.after_step()
 
-            trainer.run(on_step)
+            def on_return(step: int, sentence: str) -> None:
+                log.rewind(step)
+                display.note(sentence)
+
+            trainer.run(on_step, on_return)
         save_hf_directory(
             directory / "policy",
             policy.config,

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import Config
+from psearch_jax.config_checks import looked_for
 from psearch_jax.learning.batches import Sequence as Tokens
 from psearch_jax.learning.batches import pack, padding_share, unpack
 from psearch_jax.learning.critic import ValueBatch, make_critic, value_batches
@@ -84,6 +85,8 @@ class Learner:
         if algorithm.kl_coefficient > 0:
             self.reference = (self._placed(trainable),)
         self.kl_coefficient = algorithm.kl_coefficient
+        # Of the learning rate; None where nothing will ever lower it.
+        self.rate_scale = 1.0 if looked_for(config.trainer.collapse) else None
         self.critic = None
         if algorithm.advantage == "gae":
             sizes = (width, trainable, mesh, algorithm, config.optimizer, updates)
@@ -133,6 +136,8 @@ class Learner:
         reference = self.reference if kl_in_loss(algorithm) else ()
         adaptive = algorithm.kl_target > 0 and kl_in_loss(algorithm)
         settings = {"kl_coefficient": self.kl_coefficient} if adaptive else {}
+        if self.rate_scale is not None:
+            settings["rate_scale"] = self.rate_scale
         learned = []
         for batch, scored in zip(placed, before, strict=True):
             self.state, metrics = self.update(

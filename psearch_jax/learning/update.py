@@ -222,7 +222,8 @@ def make_update(
     """The step around a loss; further arguments of the update are handed to the loss.
 
     A batch is a `Batch`, or another named tuple of [R, L] arrays with tokens, segments and weights among them.
-    `frozen` is the part of the parameters that does not train (with adapters: all but these).
+    `frozen` is the part of the parameters that does not train (with adapters: all but these). `rate_scale` is a
+    factor of the optimiser's learning rate (and so of its weight decay).
 
     What the loss is divided by is `own_denominator` of the whole batch (default: its sum of weights), or what the
     caller gives as `denominator`: one that leaves out episodes whose gradient is 0 keeps the mean over all of them.
@@ -235,6 +236,7 @@ def make_update(
         *extra: Any,
         denominator: Float[Array, ""] | float | None = None,
         frozen: Params = None,
+        rate_scale: Float[Array, ""] | float | None = None,
         **settings: Any,
     ) -> tuple[TrainState, Metrics]:
         # A batch without a predicted token has loss 0 and gradient 0, not 0/0.
@@ -275,6 +277,8 @@ def make_update(
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
         steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        if rate_scale is not None:
+            steps = jax.tree.map(lambda step: step * rate_scale, steps)
         params = optax.apply_updates(state.params, steps)
         new = TrainState(params, opt_state, state.step + 1)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
