@@ -173,6 +173,15 @@ def sft(sources: tuple[str, ...]) -> None:
 
 @cli.command()
 @_recipe
+def sample(sources: tuple[str, ...]) -> None:
+    """Let a policy play, and keep what it gets right (rejection sampling)."""
+    from psearch_jax import sample as room
+
+    room.run(_resolve_and_record(sources))
+
+
+@cli.command()
+@_recipe
 @click.option("--profile", is_flag=True, help="Write a trace of three steps to RUN/profile.")
 def train(sources: tuple[str, ...], profile: bool) -> None:
     """Train a policy by reinforcement; the same command resumes it."""

@@ -14,6 +14,7 @@ from psearch_jax.config_learning import (
     CollapseConfig,
     JudgeConfig,
     OptimizerConfig,
+    RejectionConfig,
     RewardConfig,
     RewardParts,
     SupervisedConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ProtocolConfig",
+    "RejectionConfig",
     "RetrievalConfig",
     "RewardConfig",
     "RewardParts",
@@ -256,5 +258,6 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -201,3 +201,16 @@ class SupervisedConfig:
     drill_shared: float = 0.2  # of the drills ask whether two things share something
     answer_weight: float = 3.0  # of the tokens of an answer that follows from a comparison
     observation_weight: float = 0.2  # of the tokens of what was retrieved
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectionConfig:
+    """Rejection sampling (`psearch sample`): `policy` plays, and episodes with the right answer are kept."""
+
+    split: str = "train"
+    questions: int = 0  # of the split, from its beginning; 0: all
+    samples: int = 4  # episodes a question
+    keep: int = 1  # of a question, at most
+    well_formed: bool = True  # keep well-formed episodes only
+    seed: int = 0
+    questions_at_once: int = 64  # between two writes; what a kill loses at most

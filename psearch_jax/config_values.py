@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.correction": ("none", "token", "sequence"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "fixed_length"),
     "tracking.wandb_mode": ("online", "offline"),
+    "rejection.split": ("train", "dev", "test"),
     "evaluation.split": ("train", "dev", "test"),
     "evaluation.baseline": ("", "direct", "cot", "rag", "ircot", "iter_retgen", "search_o1", "r1"),
 }
@@ -56,6 +57,7 @@ ABOVE_ZERO = frozenset(
         *("algorithm.logprob_chunk", "trainer.questions_per_step", "trainer.group_size"),
         *("algorithm.critic_learning_rate", "algorithm.kl_horizon"),
         *("evaluation.samples", "evaluation.bootstrap"),
+        *("rejection.samples", "rejection.keep", "rejection.questions_at_once"),
         *("trainer.collapse.window", "trainer.collapse.rate_factor"),
         *("trainer.checkpoint_every", "trainer.keep", "supervised.rows_per_step"),
         *("supervised.row_length", "supervised.micro_rows", "supervised.checkpoint_every"),

@@ -35,6 +35,7 @@ from psearch_jax.config import (
     Config,
     EvaluationConfig,
     HardwareConfig,
+    RejectionConfig,
     SupervisedConfig,
     TrackingConfig,
 )
@@ -380,6 +381,7 @@ def recipe_hash(config: Config) -> str:
             run_directory="",
             compile_cache="",
             supervised=SupervisedConfig(),
+            rejection=RejectionConfig(),
             evaluation=EvaluationConfig(),
             tracking=TrackingConfig(),
             hardware=HardwareConfig(),

@@ -27,7 +27,7 @@ ORDER = (
     *("config_checks", "config_files", "run_record", "metrics_log", "display"),
     *("rollout", "assembly", "rewards", "learning", "step_metrics", "evaluation"),
     *("topologies", "throughput"),
-    *("trainer", "ask", "demo", "export"),
+    *("trainer", "ask", "sample", "demo", "export"),
     *("program_costs", "hlo_text", "hlo_costs", "planned_recipe"),
     *("planned_programs", "plan_figures", "plan_arithmetic", "planning", "plan_report"),
     *("cli", "__main__"),
