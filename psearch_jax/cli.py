@@ -177,7 +177,8 @@ def sample(sources: tuple[str, ...]) -> None:
     """Let a policy play, and keep what it gets right (rejection sampling)."""
     from psearch_jax import sample as room
 
-    room.run(_resolve_and_record(sources))
+    with _recorded(sources) as config:
+        room.run(config)
 
 
 @cli.command()

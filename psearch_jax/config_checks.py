@@ -171,6 +171,8 @@ def looked_for(collapse: CollapseConfig) -> bool:
 _BESIDE: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("gamma", "gae_lambda", "value_clip"), ("advantage", ("gae",))),
     **dict.fromkeys(("critic_learning_rate", "critic_warmup_steps"), ("advantage", ("gae",))),
+    "critic": ("advantage", ("gae",)),
+    "value_coefficient": ("critic", ("shared",)),
     "refill_rounds": ("advantage", ("grpo", "rloo")),
     "clip_dual": ("loss", ("clipped", "gspo")),
     "correction": ("old_logprobs", ("trainer",)),
@@ -197,6 +199,13 @@ def _impossible_algorithm(config: Config) -> Iterator[tuple[tuple[str, ...], str
                 (f"algorithm.{name}", f"algorithm.{other}"),
                 f"algorithm.{name}={value} is read only beside algorithm.{needed}, and that is {beside}: change it, "
                 f"or remove algorithm.{name}",
+            )
+    for name in ("critic_learning_rate", "critic_warmup_steps"):
+        if algorithm.critic == "shared" and getattr(algorithm, name) != getattr(usual, name):
+            yield (
+                (f"algorithm.{name}", "algorithm.critic"),
+                f"algorithm.{name} is of a critic with an optimiser of its own, but algorithm.critic=shared has the "
+                "policy's: remove it, or set algorithm.critic=separate",
             )
     if algorithm.advantage == "rloo" and algorithm.normalize_std:
         yield (

@@ -92,6 +92,10 @@ class AlgorithmConfig:
     gamma: float = 1.0  # of gae, from policy token to policy token
     gae_lambda: float = 1.0
     value_clip: float = 0.5  # how far the critic moves from its values at the rollout; 0: no bound
+    # A trunk of the critic's own, which has its own optimiser ("separate"), or a value head on the policy, which one
+    # optimiser trains on the sum of both losses ("shared").
+    critic: str = "separate"
+    value_coefficient: float = 0.5  # of the value loss in that sum
     critic_learning_rate: float = 1e-5
     critic_warmup_steps: int = 0
     # "clipped" (PPO), "gspo" (one ratio a sequence) or "cispo" (clipped weights, no token silenced).

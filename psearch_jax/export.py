@@ -134,8 +134,9 @@ def _supervised_start(config: Config) -> Policy:
 
 def _with_saved(policy: Policy, path: Path, saved: Mapping[str, Any], mesh: Mesh | None) -> Policy:
     """The policy with every parameter that the checkpoint has in place of its own."""
-    # A run with a critic saves the states of both, the policy's first.
-    prefix = "0/params/" if any(name.startswith("0/params/") for name in saved) else "params/"
+    # A run with a critic saves the states of both, the policy's first; one with a shared critic has a head in it.
+    prefixes = ("0/params/", "params/trunk/", "params/")
+    prefix = next((p for p in prefixes if any(name.startswith(p) for name in saved)), "params/")
     keys, tree = jax.tree_util.tree_flatten_with_path(policy.params)
     names = [prefix + jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in keys]
     shapes = {name: tuple(leaf.shape) for name, (_, leaf) in zip(names, keys, strict=True)}

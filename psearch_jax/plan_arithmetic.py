@@ -41,7 +41,9 @@ class Reckoned:
     @property
     def update(self) -> int:
         """Of the update with what lies beside it."""
-        held = self.recipe.resident.sum("parameters", "optimizer", "frozen", "reference", "encoder")
+        held = self.recipe.resident.sum(
+            "parameters", "optimizer", "frozen", "reference", "critic", "encoder"
+        )
         return held + self.temporaries
 
     @property

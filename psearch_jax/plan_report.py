@@ -23,6 +23,7 @@ NAMES = {
     "optimizer": "optimiser state",
     "frozen": "frozen parameters",
     "reference": "reference policy",
+    "critic": "critic with its optimiser",
     "rollout_parameters": "parameters of the rollout",
     "cache": "KV cache",
     "encoder": "text encoder",

@@ -12,6 +12,14 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import Config
 from psearch_jax.learning.batches import Batch
+from psearch_jax.learning.critic import (
+    JointBatch,
+    ValueBatch,
+    critic_optimizer,
+    make_joint_update,
+    make_value_update,
+)
+from psearch_jax.learning.objective import kl_in_loss, shares_trunk
 from psearch_jax.learning.optimizers import make_optimizer
 from psearch_jax.learning.update import Compute, make_policy_update, make_score
 from psearch_jax.mesh import batch_sharding, replicated, row_shards
@@ -43,6 +51,7 @@ def programs(recipe: Abstract) -> list[PlannedProgram]:
     """Every program of the recipe, with the largest shapes that it is called with."""
     return [
         _update(recipe),
+        *([_critic(recipe)] if recipe.critic else []),
         _logprobs(recipe),
         _decode(recipe),
         *_appends(recipe),
@@ -63,27 +72,55 @@ def compute(config: Config) -> Compute:
 def policy_update(recipe: Abstract, mesh: Mesh | None) -> Any:
     """The recipe's update; without a mesh, for counting its operations."""
     config = recipe.config
-    return make_policy_update(
-        recipe.engine.graphdef,
+    rest = (
         make_optimizer(config.optimizer, config.trainer.steps * config.algorithm.minibatches),
         mesh,
         config.algorithm,
         config.sampling,
-        compute=compute(config),
     )
+    graphdef = recipe.engine.graphdef
+    if shares_trunk(config.algorithm):
+        width = recipe.decoder.hidden_size
+        return make_joint_update(graphdef, width, *rest, compute=compute(config))
+    return make_policy_update(graphdef, *rest, compute=compute(config))
 
 
 def _update(recipe: Abstract) -> PlannedProgram:
     config = recipe.config
     rows, length = recipe.rows // config.algorithm.minibatches, config.algorithm.row_length
-    reference = (recipe.state.params,) if config.algorithm.kl_coefficient > 0 else ()
+    reference = (recipe.trained,) if kl_in_loss(config.algorithm) else ()
+    kind: Any = JointBatch if shares_trunk(config.algorithm) else Batch
     return PlannedProgram(
         name="update",
         what=f"{rows} rows of {length} tokens, {config.algorithm.micro_rows} at a time",
         function=policy_update(recipe, recipe.mesh),
-        arguments=(recipe.state, abstract_batch(recipe.mesh, rows, length), *reference),
+        arguments=(recipe.state, abstract_batch(recipe.mesh, rows, length, kind), *reference),
         options={"denominator": jax.ShapeDtypeStruct((), jnp.float32), "frozen": recipe.frozen},
-        beside=("encoder",),
+        # Where the KL is a part of the reward its reference is no argument.
+        beside=("encoder", "critic") if reference else ("encoder", "critic", "reference"),
+        tokens=rows * length,
+    )
+
+
+def _critic(recipe: Abstract) -> PlannedProgram:
+    """The update of a critic with a trunk of its own."""
+    config = recipe.config
+    rows, length = recipe.rows // config.algorithm.minibatches, config.algorithm.row_length
+    updates = config.trainer.steps * config.algorithm.minibatches
+    return PlannedProgram(
+        name="critic",
+        what=f"{rows} rows of {length} tokens, {config.algorithm.micro_rows} at a time",
+        function=make_value_update(
+            recipe.engine.graphdef,
+            recipe.decoder.hidden_size,
+            recipe.mesh,
+            config.algorithm,
+            critic_optimizer(config.algorithm, config.optimizer, updates),
+            compute=compute(config),
+        ),
+        arguments=(recipe.critic, abstract_batch(recipe.mesh, rows, length, ValueBatch)),
+        options={"frozen": recipe.frozen},
+        beside=("parameters", "optimizer", "reference", "encoder"),
         tokens=rows * length,
     )
 
@@ -106,18 +143,18 @@ def _logprobs(recipe: Abstract) -> PlannedProgram:
             lambda params, frozen, batch: score(join(params, frozen), batch, "metric")
         ),
         arguments=(
-            recipe.state.params,
+            recipe.trained,
             recipe.frozen,
             abstract_batch(recipe.mesh, rows, algorithm.row_length),
         ),
         options={},
-        beside=("optimizer", "reference", "encoder"),
+        beside=("optimizer", "reference", "critic", "encoder"),
         tokens=rows * algorithm.row_length,
     )
 
 
 #: What of training stays in memory while episodes are played.
-WHILE_PLAYING = ("parameters", "optimizer", "frozen", "reference", "encoder")
+WHILE_PLAYING = ("parameters", "optimizer", "frozen", "reference", "critic", "encoder")
 
 
 def _decode(recipe: Abstract) -> PlannedProgram:
@@ -190,14 +227,14 @@ def _embed(recipe: Abstract) -> PlannedProgram:
     )
 
 
-def abstract_batch(mesh: Mesh, rows: int, length: int) -> Batch:
-    """A packed batch on the mesh."""
+def abstract_batch(mesh: Mesh, rows: int, length: int, kind: Any = Batch) -> Any:
+    """A packed batch on the mesh: a `Batch`, or another named tuple of [R, L] arrays."""
 
     def leaf(name: str) -> Any:
         kind = jnp.int32 if name.startswith(INTEGERS) else jnp.float32
         return jax.ShapeDtypeStruct((rows, length), kind, sharding=batch_sharding(mesh))
 
-    return Batch(*(leaf(name) for name in Batch._fields))
+    return kind(*(leaf(name) for name in kind._fields))
 
 
 INTEGERS = ("tokens", "positions", "segments")

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 from psearch_jax.assembly import EMBEDDED_POLICY, lora_spec
 from psearch_jax.config import Config
 from psearch_jax.errors import UserError
+from psearch_jax.learning.critic import critic_optimizer, fresh_head
 from psearch_jax.learning.experience import batch_rows
+from psearch_jax.learning.objective import shares_trunk
 from psearch_jax.learning.optimizers import make_optimizer
 from psearch_jax.learning.update import TrainState
 from psearch_jax.mesh import Layout, abstract, param_shardings, row_shards
@@ -37,6 +39,7 @@ class Resident:
     optimizer: int
     frozen: int  # what adapters leave alone
     reference: int  # of the KL term
+    critic: int  # one with a trunk of its own: parameters and optimiser
     rollout_parameters: int  # the copy that the engine computes with
     cache: int  # keys and values of all slots
     encoder: int  # of queries and passages
@@ -54,6 +57,7 @@ class Abstract:
     decoder: DecoderConfig
     mesh: Mesh
     state: TrainState
+    critic: TrainState | None  # one with a trunk of its own
     frozen: Tree
     engine: Engine
     rollout_params: Tree
@@ -61,6 +65,12 @@ class Abstract:
     encoder: tuple[text_encoder.EncoderConfig, Any, Tree] | None
     resident: Resident
     rows: int
+
+    @property
+    def trained(self) -> Tree:
+        """What trains of the policy."""
+        params = self.state.params
+        return params["trunk"] if shares_trunk(self.config.algorithm) else params
 
 
 class _NoTokenizer:
@@ -85,11 +95,20 @@ def lay_out_abstract(config: Config, mesh: Mesh) -> Abstract:
         config.optimizer, config.trainer.steps * config.algorithm.minibatches
     )
 
-    def begin(params: Tree) -> TrainState:
+    def begin(params: Tree, optimizer: Any = optimizer) -> TrainState:
         return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    state = jax.eval_shape(begin, trainable)
-    state = abstract(state, param_shardings(mesh, state))
+    def placed(tree: Tree) -> Tree:
+        return abstract(tree, param_shardings(mesh, tree))
+
+    headed = {"trunk": trainable, "head": jax.eval_shape(lambda: fresh_head(decoder.hidden_size))}
+    shared = shares_trunk(config.algorithm)
+    state = placed(jax.eval_shape(begin, headed if shared else trainable))
+    critic = None
+    if config.algorithm.advantage == "gae" and not shared:
+        updates = config.trainer.steps * config.algorithm.minibatches
+        own = critic_optimizer(config.algorithm, config.optimizer, updates)
+        critic = placed(jax.eval_shape(lambda params: begin(params, own), headed))
     frozen = abstract(frozen, param_shardings(mesh, frozen))
     engine = Engine(
         graphdef,
@@ -105,12 +124,13 @@ def lay_out_abstract(config: Config, mesh: Mesh) -> Abstract:
     slots = jax.eval_shape(engine.start)
     slots = abstract(slots, state_shardings(engine.layout, slots))
     encoder = read_encoder(config)
-    reference = shard_bytes(state.params) if config.algorithm.kl_coefficient > 0 else 0
+    reference = shard_bytes(placed(trainable)) if config.algorithm.kl_coefficient > 0 else 0
     return Abstract(
         config=config,
         decoder=decoder,
         mesh=mesh,
         state=state,
+        critic=critic,
         frozen=frozen,
         engine=engine,
         rollout_params=rollout_params,
@@ -121,6 +141,7 @@ def lay_out_abstract(config: Config, mesh: Mesh) -> Abstract:
             optimizer=shard_bytes(state.opt_state),
             frozen=shard_bytes(frozen),
             reference=reference,
+            critic=shard_bytes(critic) if critic else 0,
             rollout_parameters=shard_bytes(rollout_params),
             cache=shard_bytes(slots),
             encoder=shard_bytes(encoder[2]) if encoder else 0,
@@ -196,7 +217,7 @@ def matmul_parameters(recipe: Abstract) -> int:
     """N of 6ND: the parameters that multiply activations; no token table (unless it is the head too), norm or bias."""
     counted = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(
-        join(shapes_of(recipe.state.params), shapes_of(recipe.frozen))
+        join(shapes_of(recipe.trained), shapes_of(recipe.frozen))
     ):
         name = jax.tree_util.keystr(path)
         table = "embed_tokens" in name

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from psearch_jax.config import Config
 from psearch_jax.errors import UserError
+from psearch_jax.learning.objective import kl_in_loss
 from psearch_jax.mesh import make_mesh
 from psearch_jax.plan_arithmetic import Change, cheapest_changes, reckon
 from psearch_jax.plan_figures import Figures, figures
@@ -129,7 +130,7 @@ def _reckoned_plan(config: Config) -> Plan:
     recipe, resident = found.recipe, found.recipe.resident
     memory = {
         "update": (
-            resident.sum("parameters", "optimizer", "frozen", "reference"),
+            resident.sum("parameters", "optimizer", "frozen", "reference", "critic"),
             found.temporaries,
         ),
         "decode": (resident.sum("rollout_parameters", "cache"), found.playing),
@@ -175,7 +176,7 @@ def _costs(
     by_name = {program.name: (program, figures) for program, figures in found}
     scored, scores = by_name["logprobs"]
     per_token = scores.flops / scored.tokens
-    with_reference = recipe.config.algorithm.kl_coefficient > 0
+    with_reference = kl_in_loss(recipe.config.algorithm)
     peak = slice_.chips * slice_.chip.peak_flops if slice_ else 0.0
     costs = []
     for program, figures_ in found:

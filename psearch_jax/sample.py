@@ -117,7 +117,8 @@ def sample(
                 on_progress(done, len(questions))
             if stop.asked and done < len(questions):
                 raise Interrupted(
-                    f"Stopped after {done} of {len(questions)} questions; the same command goes on from there."
+                    f"Stopped after {done} of {len(questions)} questions; the same command goes on from there.",
+                    code=0 if stop.preempted else 130,
                 )
     records = [record for line in read_lines(partial)[1:] for record in line["episodes"]]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -78,6 +78,16 @@ def test_keeps_the_newest(tmp_path):
         Checkpointer(tmp_path, keep=0)
 
 
+def test_one_checkpoint_may_be_spared_and_later_ones_dropped(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"x": jnp.float32(step)}, spare=1)
+    assert checkpointer.steps() == [1, 3]
+    checkpointer.drop_after(1)
+    assert os.listdir(tmp_path) == ["1"]
+    assert checkpointer.restore_latest({"x": jnp.float32(0)}).state["x"] == 1
+
+
 def test_the_same_step_is_replaced(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(3, {"x": jnp.float32(1)})

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -182,11 +183,16 @@ def test_what_is_refused_leaves_nothing(trained, tmp_path):
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
 
 
-def test_of_a_run_with_a_critic_the_policy_is_exported(trained, tmp_path):
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_of_a_run_with_a_critic_the_policy_is_exported(trained, tmp_path, critic):
     config, policy, trainer = trained
-    critic = jax.tree.map(lambda leaf: leaf + 1, trainer.state)
+    beside = jax.tree.map(lambda leaf: leaf + 1, trainer.state)
+    arrays = (trainer.state, beside)
+    if critic == "shared":
+        params = {"trunk": trainer.state.params, "head": {"bias": jnp.float32(1)}}
+        arrays = trainer.state._replace(params=params)
     extras = {"recipe": recipe_hash(replace(config, run_directory=str(tmp_path)))}
-    Checkpointer(tmp_path / "checkpoints").save(4, (trainer.state, critic), extras)
+    Checkpointer(tmp_path / "checkpoints").save(4, arrays, extras)
     export.run(replace(config, run_directory=str(tmp_path)), tmp_path / "out", dtype="float32")
     expected = merge_lora(policy.config, policy.graphdef, trainer.params)[2]
     assert_same(weights.load_hf_directory(tmp_path / "out")[2], expected)

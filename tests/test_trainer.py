@@ -214,6 +214,14 @@ ALGORITHMS = {
         "loss": "gspo",
         "aggregation": "sequence_mean",
     },
+    "shared": {
+        "advantage": "gae",
+        "critic": "shared",
+        "kl_coefficient": 0.1,
+        "kl_target": 1e-4,
+        "kl_horizon": 100.0,
+        "old_logprobs": "trainer",
+    },
 }
 
 

@@ -23,7 +23,7 @@ from psearch_jax.learning.advantages import (
 )
 from psearch_jax.learning.aggregation import denominator_of
 from psearch_jax.learning.batches import Batch, Sequence, from_episode, pack, split
-from psearch_jax.learning.objective import kl_in_loss
+from psearch_jax.learning.objective import kl_in_loss, shares_trunk
 from psearch_jax.learning.selection import cut_off, overlong_penalties
 from psearch_jax.rollout.episode import Episode
 
@@ -102,7 +102,7 @@ def give_advantages(
 def worth_computing(config: AlgorithmConfig, sequence: Sequence) -> bool:
     """Whether the gradient of a sequence can be anything but 0: without an advantage and without terms that act on
     every token it is 0, and the sequence is left out of the computation (not out of the mean)."""
-    if kl_in_loss(config) or config.entropy_coefficient > 0:
+    if kl_in_loss(config) or config.entropy_coefficient > 0 or shares_trunk(config):
         return bool(np.any(sequence.weights))
     return bool(np.any(np.asarray(sequence.advantages) != 0.0))
 
@@ -128,7 +128,8 @@ def minibatches(
 #: Metrics of an update that are means over its scored tokens.
 TOKEN_MEANS = (
     *("ratio", "clip_fraction", "approx_kl", "entropy", "kl", "correction", "masked"),
-    *("value", "value_clip_fraction"),
+    *("value", "value_clip_fraction", "critic_loss", "critic_value"),
+    "critic_value_clip_fraction",
 )
 
 

@@ -7,7 +7,7 @@ algorithm does not need (a reference, further forward passes, a critic) are neit
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,16 @@ from psearch_jax.config import Config
 from psearch_jax.config_checks import looked_for
 from psearch_jax.learning.batches import Sequence as Tokens
 from psearch_jax.learning.batches import pack, padding_share, unpack
-from psearch_jax.learning.critic import ValueBatch, make_critic, value_batches
+from psearch_jax.learning.critic import (
+    Critic,
+    ValueBatch,
+    joint_batches,
+    make_critic,
+    make_joint_update,
+    make_values,
+    value_batches,
+    with_head,
+)
 from psearch_jax.learning.experience import (
     batch_rows,
     give_advantages,
@@ -31,7 +40,7 @@ from psearch_jax.learning.experience import (
     to_sequence,
 )
 from psearch_jax.learning.kl import kl_estimate, next_coefficient
-from psearch_jax.learning.objective import kl_in_loss
+from psearch_jax.learning.objective import kl_in_loss, shares_trunk
 from psearch_jax.learning.optimizers import make_optimizer
 from psearch_jax.learning.rescoring import make_logprobs, make_rescore, rescores, scores_reference
 from psearch_jax.learning.update import Compute, init_state, make_policy_update, place_batch
@@ -70,15 +79,22 @@ class Learner:
             attention=config.model.attention,
         )
         given = (graphdef, mesh, algorithm, config.sampling)
-        self.update = make_policy_update(
-            graphdef, optimizer, mesh, algorithm, config.sampling, compute=compute
-        )
         self.rescore = make_rescore(*given, compute=compute) if rescores(algorithm) else None
         self.logprobs = (
             make_logprobs(*given, compute=compute) if scores_reference(algorithm) else None
         )
         trainable, frozen = split_trainable(params)
-        self.state = init_state(trainable, optimizer, mesh)
+        self.shared = shares_trunk(algorithm)
+        self.values: Callable[..., Any] | None = None
+        if algorithm.advantage == "gae":
+            self.values = make_values(graphdef, width, mesh, algorithm, compute=compute)
+        rest = (optimizer, mesh, algorithm, config.sampling)
+        if self.shared:
+            self.state = init_state(with_head(trainable, width), optimizer, mesh)
+            self.update = make_joint_update(graphdef, width, *rest, compute=compute)
+        else:
+            self.state = init_state(trainable, optimizer, mesh)
+            self.update = make_policy_update(graphdef, *rest, compute=compute)
         self.frozen = self._placed(frozen)
         # With adapters the reference is the frozen policy under the adapters that it started with.
         self.reference: tuple[nnx.State, ...] = ()
@@ -87,8 +103,8 @@ class Learner:
         self.kl_coefficient = algorithm.kl_coefficient
         # Of the learning rate; None where nothing will ever lower it.
         self.rate_scale = 1.0 if looked_for(config.trainer.collapse) else None
-        self.critic = None
-        if algorithm.advantage == "gae":
+        self.critic: Critic | None = None
+        if self.values is not None and not self.shared:
             sizes = (width, trainable, mesh, algorithm, config.optimizer, updates)
             self.critic = make_critic(graphdef, *sizes, compute=compute)
         self.rows = batch_rows(config, row_shards(mesh))
@@ -101,7 +117,12 @@ class Learner:
     @property
     def params(self) -> nnx.State:
         """The whole policy as it is now."""
-        return join(self.state.params, self.frozen)
+        return join(self.trained, self.frozen)
+
+    @property
+    def trained(self) -> nnx.State:
+        """What trains of the policy, as it is now."""
+        return self.state.params["trunk"] if self.shared else self.state.params
 
     def learn(
         self, groups: Sequence[Sequence[Episode]], rewards_GxM: np.ndarray, step: int
@@ -122,13 +143,15 @@ class Learner:
         sequences, critic_batches, told = self._give_advantages(every, rewards_GxM)
         self.sequences = sequences
         batches, denominator = minibatches(algorithm, sequences, self.rows, len(groups[0]))
+        if self.shared:
+            batches, critic_batches = joint_batches(batches, critic_batches), []
         placed = [place_batch(batch, self.mesh) for batch in batches]
         before: list[Mapping[str, Any]] = [{} for _ in placed]
         if self.rescore is not None:
             # All of them before the first update: they were all played by the same policy.
-            pairs = [self.rescore(self.state.params, self.frozen, batch) for batch in placed]
+            pairs = [self.rescore(self.trained, self.frozen, batch) for batch in placed]
             placed, before = [batch for batch, _ in pairs], [metrics for _, metrics in pairs]
-        passes = any(p is not None for p in (self.rescore, self.logprobs, self.critic))
+        passes = any(p is not None for p in (self.rescore, self.logprobs, self.values))
         self.logprob_seconds = 0.0
         if passes:
             jax.block_until_ready(placed)
@@ -171,7 +194,7 @@ class Learner:
         algorithm = self.config.algorithm
         divergences = values = None
         told: dict[str, float] = {}
-        if self.logprobs is not None or self.critic is not None:
+        if self.logprobs is not None or self.values is not None:
             packed = pack(every, algorithm.row_length, self.rows)
             placed, policy_RxL = place_batch(packed, self.mesh), packed.weights_RxL > 0
         if self.logprobs is not None:
@@ -184,9 +207,9 @@ class Learner:
             kl_RxL = np.where(policy_RxL, np.asarray(estimate_RxL), 0.0)
             divergences = unpack(kl_RxL, every, algorithm.row_length)
             told = {"kl": float(kl_RxL.sum() / max(1, policy_RxL.sum()))}
-        if self.critic is not None:
-            state = self.critic.state
-            values_RxL = np.asarray(self.critic.values(state.params, self.frozen, placed))
+        if self.values is not None:
+            state = self.state if self.critic is None else self.critic.state
+            values_RxL = np.asarray(self.values(state.params, self.frozen, placed))
             values = unpack(values_RxL, every, algorithm.row_length)
         sequences, returns = give_advantages(
             algorithm,
@@ -198,8 +221,11 @@ class Learner:
         )
         if values is None:
             return sequences, [], told
+        # Of those that a shared critic's update computes, packed alike; others have nothing for either to learn.
+        counted = [i for i, sequence in enumerate(every) if np.any(sequence.weights)]
+        targets = ([list_[i] for i in counted] for list_ in (every, returns, values))
         sizes = (algorithm.row_length, self.rows, algorithm.minibatches)
-        return sequences, value_batches(every, returns, values, *sizes), told
+        return sequences, value_batches(*targets, *sizes), told
 
     def _update_critic(self, batches: Sequence[ValueBatch]) -> dict[str, float]:
         """One step a minibatch."""

@@ -31,6 +31,11 @@ def kl_in_loss(config: AlgorithmConfig) -> bool:
     return config.kl_coefficient > 0 and config.kl_place == "loss"
 
 
+def shares_trunk(config: AlgorithmConfig) -> bool:
+    """Whether the critic is a head on the policy, so that one update trains both."""
+    return config.advantage == "gae" and config.critic == "shared"
+
+
 def scores_itself(config: AlgorithmConfig) -> bool:
     """Whether the trainer's old log-probabilities are those of the update's own forward pass.
 

@@ -23,7 +23,7 @@ from psearch_jax.config import AlgorithmConfig, SamplingConfig, SupervisedConfig
 from psearch_jax.errors import UserError
 from psearch_jax.learning import aggregation, losses
 from psearch_jax.learning.batches import Batch, micro_batch_rows
-from psearch_jax.learning.objective import Score, kl_in_loss, make_policy_loss
+from psearch_jax.learning.objective import kl_in_loss, make_policy_loss
 from psearch_jax.mesh import Layout, batch_sharding, param_shardings, row_shards
 from psearch_jax.models.decoder import hidden_states, unembedding
 from psearch_jax.models.lora import join
@@ -84,19 +84,13 @@ SumsAndPeaks = tuple[Metrics, Metrics]
 MicroLoss = Callable[..., tuple[Float[Array, ""], SumsAndPeaks]]
 
 
-def make_score(
-    graphdef: nnx.GraphDef,
-    mesh: Mesh | None,
-    compute: Compute,
-    *,
-    temperature: float = 1.0,
-    chunk: int = 1024,
-) -> Score:
-    """Log-probabilities (and entropies) of the tokens of a batch that have a weight."""
-    layout = Layout(mesh)
+def make_forward(
+    graphdef: nnx.GraphDef, mesh: Mesh | None, compute: Compute
+) -> Callable[[Params, Any], Float[Array, "R L D"]]:
+    """The hidden states of a batch's tokens."""
 
-    def score(params: Params, batch: Batch, entropy: str) -> losses.TokenScores:
-        hidden_RxLxD = hidden_states(
+    def forward(params: Params, batch: Any) -> Float[Array, "R L D"]:
+        return hidden_states(
             graphdef,
             params,
             batch.tokens_RxL,
@@ -105,8 +99,33 @@ def make_score(
             dtype=compute.dtype,
             remat=compute.remat,
             attention_name=compute.attention,
-            layout=layout,
+            layout=Layout(mesh),
         )
+
+    return forward
+
+
+def make_score(
+    graphdef: nnx.GraphDef,
+    mesh: Mesh | None,
+    compute: Compute,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Callable[..., losses.TokenScores]:
+    """Log-probabilities (and entropies) of the tokens of a batch that have a weight: a `Score`, which takes hidden
+    states of these parameters that are there already as a fourth argument."""
+    layout = Layout(mesh)
+    forward = make_forward(graphdef, mesh, compute)
+
+    def score(
+        params: Params,
+        batch: Batch,
+        entropy: str,
+        hidden_RxLxD: Float[Array, "R L D"] | None = None,
+    ) -> losses.TokenScores:
+        if hidden_RxLxD is None:
+            hidden_RxLxD = forward(params, batch)
         return losses.token_scores(
             hidden_RxLxD,
             unembedding(graphdef, params),

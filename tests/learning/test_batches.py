@@ -66,6 +66,45 @@ def test_every_token_comes_back_from_its_segment(lengths):
     assert batch.segments_RxL.astype(bool).sum() == sum(lengths)
 
 
+@given(st.lists(st.lists(st.sampled_from(list(Role)), min_size=1, max_size=10), min_size=1))
+def test_laws_01_and_02_masks_are_the_roles_however_they_interleave(roles):
+    """But for the first token of an episode, which nothing predicts; ids are those that were played."""
+    question = Question(id="q", text="?", golden_answers=("x",))
+    episodes = [
+        Episode(
+            question=question,
+            group=0,
+            member=i,
+            ids=[100 * i + t for t in range(len(own))],
+            roles=[int(role) for role in own],
+            logprobs=[-1.0 if role is Role.POLICY else 0.0 for role in own],
+        )
+        for i, own in enumerate(roles)
+    ]
+    batch = pack([from_episode(episode, 1.0) for episode in episodes], 10)
+    held = batch.segments_RxL > 0
+    found = dict(zip(batch.tokens_RxL[held].tolist(), batch.weights_RxL[held], strict=True))
+    assert found == {
+        100 * i + t: float(t > 0 and role is Role.POLICY)
+        for i, own in enumerate(roles)
+        for t, role in enumerate(own)
+    }
+    assert not batch.weights_RxL[~held].any()
+    np.testing.assert_array_equal(
+        batch.old_logprobs_RxL < 0,
+        np.isin(
+            batch.tokens_RxL,
+            [
+                100 * i + t
+                for i, own in enumerate(roles)
+                for t, r in enumerate(own)
+                if r is Role.POLICY
+            ],
+        )
+        & held,
+    )
+
+
 def test_fixed_rows_and_what_is_left():
     sequences = [Sequence(ids=[1] * n) for n in (3, 4, 2)]
     batch, left = fill(sequences, 5, 1)

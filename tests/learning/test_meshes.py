@@ -12,7 +12,7 @@ from flax import nnx
 
 from psearch_jax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, SamplingConfig
 from psearch_jax.learning.batches import Sequence, pack
-from psearch_jax.learning.critic import ValueBatch, make_critic
+from psearch_jax.learning.critic import ValueBatch, make_critic, make_values
 from psearch_jax.learning.rescoring import make_logprobs, make_rescore
 from psearch_jax.learning.update import Compute, init_state, make_policy_update, place_batch
 from psearch_jax.mesh import Layout, make_mesh, param_shardings
@@ -161,7 +161,8 @@ def test_law_10_passes_beside_the_update_are_the_same_on_a_mesh():
         # Log-probabilities for returns, and values that a step has moved away from zero.
         targets = ValueBatch(*batch[:4], returns_RxL=own_RxL, old_values_RxL=own_RxL * 0.0)
         state, metrics = critic.update(critic.state, targets, frozen=nothing)
-        values_RxL = critic.values(state.params, nothing, batch)
+        values = make_values(graphdef, config.hidden_size, mesh, several)
+        values_RxL = values(state.params, nothing, batch)
         assert own_RxL.is_fully_replicated and values_RxL.is_fully_replicated
         found = (rescored.old_logprobs_RxL, rescored.advantages_RxL, own_RxL, values_RxL)
         told.append((*map(np.asarray, found), {**gap, **metrics}))
