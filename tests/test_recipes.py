@@ -98,6 +98,31 @@ def test_a_recipe_says_what_was_published(configs, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_the_published_ppo_goes_over_a_recipe(configs, recipe):
+    config, _ = resolve([configs / f"{recipe}.yaml", configs / "ppo.yaml"])
+    trainer, algorithm = config.trainer, config.algorithm
+    assert (trainer.questions_per_step, trainer.group_size, trainer.steps) == (512, 1, 500)
+    assert trainer.questions_per_step // algorithm.minibatches == 256
+    assert (algorithm.advantage, algorithm.kl_place, algorithm.kl_estimator) == (
+        *("gae", "reward", "k1"),
+    )
+    assert (config.optimizer.learning_rate, algorithm.critic_learning_rate) == (1e-6, 1e-5)
+    updates = trainer.steps * algorithm.minibatches
+    assert config.optimizer.warmup_steps == round(0.285 * updates)
+    assert algorithm.critic_warmup_steps == round(0.015 * updates)
+    assert (algorithm.gamma, algorithm.gae_lambda, algorithm.value_clip) == (1.0, 1.0, 0.5)
+    assert (algorithm.kl_coefficient, algorithm.entropy_coefficient) == (0.001, 0.001)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "research"])
+def test_a_header_says_what_a_reader_needs(configs, recipe):
+    lines = (configs / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    header = "\n".join(line for line in lines if line.startswith("#"))
+    words = ("psearch train", "Hardware:", "Expected (EM", "Source:", "Where they differ:")
+    assert all(word in header for word in words)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_prompt_explains_its_protocol(configs, recipe):
     protocol = resolve([configs / f"{recipe}.yaml"])[0].protocol
     assert protocol.prompt.endswith("Question: {question}\n")
