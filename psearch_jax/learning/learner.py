@@ -143,14 +143,15 @@ class Learner:
         sequences, critic_batches, told = self._give_advantages(every, rewards_GxM)
         self.sequences = sequences
         batches, denominator = minibatches(algorithm, sequences, self.rows, len(groups[0]))
-        if self.shared:
-            batches, critic_batches = joint_batches(batches, critic_batches), []
         placed = [place_batch(batch, self.mesh) for batch in batches]
         before: list[Mapping[str, Any]] = [{} for _ in placed]
         if self.rescore is not None:
             # All of them before the first update: they were all played by the same policy.
             pairs = [self.rescore(self.trained, self.frozen, batch) for batch in placed]
             placed, before = [batch for batch, _ in pairs], [metrics for _, metrics in pairs]
+        if self.shared:
+            beside = [place_batch(targets, self.mesh) for targets in critic_batches]
+            placed, critic_batches = joint_batches(placed, beside), []
         passes = any(p is not None for p in (self.rescore, self.logprobs, self.values))
         self.logprob_seconds = 0.0
         if passes:
