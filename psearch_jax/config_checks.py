@@ -16,6 +16,7 @@ from psearch_jax.config import (
     Config,
     RewardConfig,
     RewardParts,
+    SupervisedConfig,
 )
 from psearch_jax.config_values import ABOVE_ZERO, ANY_SIGN, CHOICES, SHARES
 from psearch_jax.errors import UserError
@@ -252,6 +253,15 @@ def _impossible_supervised(config: Config) -> Iterator[tuple[tuple[str, ...], st
             f"supervised.widen_to={settings.widen_to} widens the policy in supervised.start, which is empty: "
             "name one, or set supervised.architecture.intermediate_size",
         )
+    scripted = ("styles", "real_share", "steps_per_world", "drill_steps", "drill_share")
+    weights = ("drill_shared", "answer_weight", "observation_weight")
+    for name in (*scripted, *weights):
+        if settings.episodes and getattr(settings, name) != getattr(SupervisedConfig(), name):
+            yield (
+                (f"supervised.{name}", "supervised.episodes"),
+                f"supervised.{name} is of scripted episodes, but supervised.episodes={settings.episodes!r} names a "
+                "file of others: remove one of the two",
+            )
     if sizes.num_heads % sizes.num_kv_heads:
         yield (
             ("supervised.architecture.num_heads", "supervised.architecture.num_kv_heads"),

@@ -181,12 +181,13 @@ class ArchitectureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
-    """The supervised stage over scripted episodes."""
+    """The supervised stage, over scripted episodes or those of a file."""
 
     # A policy to start from, as `policy` names one, whose tokenizer stays; empty: random weights of `architecture`.
     start: str = ""
     widen_to: int = 0  # hidden units that each MLP of `start` grows to before training; 0: none
-
+    # A file of episodes, as `psearch sample` writes, of which the policy's tokens are learned; empty: scripted ones.
+    episodes: str = ""
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     steps: int = 1000
     rows_per_step: int = 16

@@ -118,7 +118,10 @@ def _start(config: Config, mesh: Mesh | None) -> Policy:
 
 
 def _supervised_start(config: Config) -> Policy:
-    """What `psearch sft` trains, as shapes: every parameter is in the checkpoint."""
+    """What `psearch sft` trains: where it began from a policy, that one; else shapes, as every parameter is in the
+    checkpoint."""
+    if config.supervised.start:
+        return supervised.beginning(config, None)
     directory = Path(config.run_directory) / "tokenizer"
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)

@@ -23,7 +23,7 @@ from psearch_jax.questions.templates import Script, SubQuery, Templates, far_apa
 from psearch_jax.questions.world import MIXTURE, World
 from psearch_jax.retrieval.passages import Hit, Passage
 from psearch_jax.rollout.episode import Role
-from psearch_jax.rollout.protocol import prompt_text, render_results
+from psearch_jax.rollout.protocol import control_tags, prompt_text, render_results
 
 RECALL, FOUND = "recall", "found"
 
@@ -109,6 +109,8 @@ class Demonstrations:
     def __init__(self, protocol: ProtocolConfig, config: SupervisedConfig, tokenizer: Any) -> None:
         self.protocol, self.config, self.tokenizer = protocol, config, tokenizer
         self.encode = lru_cache(maxsize=200_000)(self._encode)
+        # Whether every tag is one token, as in a tokenizer that was trained for the protocol.
+        self.whole_tags = all(len(self._encode(tag)) == 1 for tag in control_tags(protocol))
         self.answer_open, self.answer_close = (
             tokenizer.convert_tokens_to_ids(tag) for tag in protocol.answer
         )
@@ -145,11 +147,12 @@ class Demonstrations:
         ids = [*self.encode(self.protocol.think[0])]
         for i, (value, name) in enumerate(zip(values, names, strict=True)):
             ids += [*self.encode(";" if i else ""), *self.encode(f" {write_number(value)}"), *name]
-        ids += [*self.encode(self.protocol.think[1]), self.answer_open]
+        opening, closing = (self.encode(tag) for tag in self.protocol.answer)
+        ids += [*self.encode(self.protocol.think[1]), *opening]
         answer = names[int(np.argmax(values))]
-        weights = np.zeros(len(ids) + len(answer) + 1, np.float32)
+        weights = np.zeros(len(ids) + len(answer) + len(closing), np.float32)
         weights[len(ids) :] = self.config.answer_weight
-        return Sequence(ids=[*ids, *answer, self.answer_close], weights=weights)
+        return Sequence(ids=[*ids, *answer, *closing], weights=weights)
 
     def copy_drill(self, rng: np.random.Generator) -> Sequence:
         """Random tokens, then the same ones in a search: nothing but looking back can predict them."""
@@ -157,7 +160,7 @@ class Demonstrations:
         opening, closing = (self.encode(tag) for tag in self.protocol.search)
         ids = [*words, *opening, *words, *closing]
         weights = np.zeros(len(ids), np.float32)
-        weights[len(words) + 1 :] = 1.0
+        weights[len(words) + len(opening) :] = 1.0
         return Sequence(ids=ids, weights=weights)
 
     def drill(self, rng: np.random.Generator, templates: Templates) -> list[Piece]:
@@ -167,7 +170,7 @@ class Demonstrations:
             pass
         text = self.answer_turn(script, think(script.findings))
         return [
-            Piece(Role.PROMPT, prompt_text(self.protocol, script.text)),
+            Piece(Role.PROMPT, prompt_text(self.protocol, script.text, self.tokenizer)),
             Piece(Role.POLICY, text, 0.0, self.config.answer_weight),
         ]
 
@@ -176,7 +179,7 @@ class Demonstrations:
         script = self.script(rng, scene.templates)
         sequential, parallel, without, baseline = np.cumsum(self.config.styles)
         draw = rng.random() * baseline
-        pieces = [Piece(Role.PROMPT, prompt_text(self.protocol, script.text))]
+        pieces = [Piece(Role.PROMPT, prompt_text(self.protocol, script.text, self.tokenizer))]
         compared = bool(script.findings)
         answer_weight = self.config.answer_weight if compared else 1.0
         if draw < parallel:
@@ -259,6 +262,9 @@ class Demonstrations:
                 reading = piece.role is Role.OBSERVATION
                 weights += [self.config.observation_weight if reading else 0.0] * len(new)
                 continue
+            if not self.whole_tags:
+                weights += self._weights_by_place(piece)
+                continue
             inside = False
             for token in new:
                 inside = inside and token != self.answer_close
@@ -266,6 +272,23 @@ class Demonstrations:
                 weights.append(piece.answer_weight if inside else (piece.weight or float(closing)))
                 inside = inside or token == self.answer_open
         return Sequence(ids=ids, weights=np.asarray(weights, np.float32))
+
+    def _weights_by_place(self, piece: Piece) -> list[float]:
+        """The weight of every token of a policy's piece whose tags are several tokens each, some shared with what
+        stands beside them: by where its characters stand."""
+        opening, closing = (tag.strip() for tag in self.protocol.answer)
+        start = (
+            piece.text.find(opening) + len(opening) if opening in piece.text else len(piece.text)
+        )
+        stop = piece.text.find(closing, start)
+        stop = len(piece.text) if stop < 0 else stop
+        coded = self.tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            piece.answer_weight
+            if start <= first < stop
+            else piece.weight or float(first >= stop)  # the answer's end is always learned
+            for first, _ in coded["offset_mapping"]
+        ]
 
 
 class DemonstrationStream:

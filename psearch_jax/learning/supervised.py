@@ -1,4 +1,4 @@
-"""The warm start: cross-entropy over scripted episodes, from random weights or a policy to one worth improving."""
+"""The supervised stage: cross-entropy over episodes, from random weights or a policy to one worth improving."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from psearch_jax.assembly import Policy, open_policy
+from psearch_jax.assembly import Policy, lay_out, open_policy
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config
 from psearch_jax.config_files import config_hash
@@ -25,11 +25,19 @@ from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.interruption import GracefulStop
 from psearch_jax.learning.batches import Batch, Sequence, fill
 from psearch_jax.learning.demonstrations import DemonstrationStream, Piece, Scene, think
+from psearch_jax.learning.episode_files import EpisodeStream, file_digest, read_episodes
 from psearch_jax.learning.optimizers import make_optimizer
-from psearch_jax.learning.update import TrainState, init_state, make_supervised_update, place_batch
-from psearch_jax.mesh import make_mesh
+from psearch_jax.learning.update import (
+    Compute,
+    TrainState,
+    init_state,
+    make_supervised_update,
+    place_batch,
+)
+from psearch_jax.mesh import Layout, make_mesh, param_shardings, resolve_dtype
 from psearch_jax.metrics_log import MetricsLog
 from psearch_jax.models.decoder import DecoderConfig, hidden_states, init_params, unembed
+from psearch_jax.models.lora import join, split_trainable
 from psearch_jax.models.weights import save_hf_directory
 from psearch_jax.models.widening import widen
 from psearch_jax.questions.facts import real_facts
@@ -110,7 +118,7 @@ class Checks:
                 turn = make.answer_turn(script, think(script.findings))
                 sequence = make.sequence(
                     [
-                        Piece(Role.PROMPT, prompt_text(make.protocol, script.text)),
+                        Piece(Role.PROMPT, prompt_text(make.protocol, script.text, make.tokenizer)),
                         Piece(Role.POLICY, turn),
                     ]
                 )
@@ -179,6 +187,37 @@ def with_previous_token_heads(config: DecoderConfig, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, params)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is trained on: the batch of each step, checks of parameters, and the digest of a file of episodes."""
+
+    batch: Callable[[int], Batch]
+    checks: Callable[[nnx.GraphDef, Any], dict[str, float]]
+    digest: str = ""
+
+
+def training_data(config: Config, tokenizer: Any, world: World | None) -> Data:
+    """Episodes of a file, or scripted ones. Checks are of scripts, and of tokenizers that have the tags as tokens.
+
+    Raises:
+      UserError: the file cannot be used.
+    """
+    settings = config.supervised
+    if settings.episodes:
+        sequences = read_episodes(settings.episodes, tokenizer)
+        sizes = (settings.row_length, settings.rows_per_step, settings.seed)
+        stream = EpisodeStream(sequences, *sizes)
+        return Data(batch=stream.batch, checks=_no_checks, digest=file_digest(settings.episodes))
+    assert world is not None
+    scripts = DemonstrationStream(world, config.protocol, settings, tokenizer)
+    checks = Checks(scripts, world) if scripts.demonstrations.whole_tags else _no_checks
+    return Data(batch=partial(step_batch, scripts), checks=checks)
+
+
+def _no_checks(graphdef: nnx.GraphDef, params: Any) -> dict[str, float]:
+    return {}
+
+
 def run(config: Config, on_step: OnStep | None = None, world: World | None = None) -> Path:
     """Train, checkpoint, resume, and save a Hugging Face directory `policy/` in the run directory.
 
@@ -186,53 +225,77 @@ def run(config: Config, on_step: OnStep | None = None, world: World | None = Non
 
     Raises:
       Interrupted: Ctrl-C; the state was saved.
+      UserError: files that cannot be used, or a run directory that holds another run.
     """
     settings = config.supervised
     directory = Path(config.run_directory)
-    world = world or World(real_facts())
+    if world is None and not (settings.start and settings.episodes):
+        world = World(real_facts())
     policy = beginning(config, world)
-    decoder, graphdef, params, tokenizer = (
-        policy.config,
-        policy.graphdef,
-        policy.params,
-        policy.tokenizer,
-    )
     mesh = make_mesh(config.mesh)
+    trainable, frozen = split_trainable(policy.params)
     optimizer = make_optimizer(config.optimizer, settings.steps)
-    update = make_supervised_update(graphdef, optimizer, mesh, settings)
-    state = init_state(params, optimizer, mesh)
+    compute = Compute(
+        dtype=resolve_dtype(config.model.compute_dtype, Layout(mesh)),
+        remat=config.model.remat,
+        attention=config.model.attention,
+    )
+    update = make_supervised_update(policy.graphdef, optimizer, mesh, settings, compute=compute)
+    state = init_state(trainable, optimizer, mesh)
+    frozen = jax.device_put(frozen, param_shardings(mesh, frozen))
+    data = training_data(config, policy.tokenizer, world)
     checkpointer = Checkpointer(directory / "checkpoints", keep=settings.keep)
     restored = checkpointer.restore_latest(state)
+    extras = {"recipe": recipe_hash(config), "episodes": data.digest}
     first = 0
     if restored is not None:
-        if restored.extras["recipe"] != recipe_hash(config):
+        if {name: restored.extras.get(name, "") for name in extras} != extras:
             raise UserError(
-                f"{checkpointer.directory} holds a run of another recipe; choose another run_directory, or delete "
-                "that one to start anew."
+                f"{checkpointer.directory} holds a run of another recipe (or of other episodes); choose another "
+                "run_directory, or delete that one to start anew."
             )
         state, first = restored.state, restored.step
-    stream = DemonstrationStream(world, config.protocol, settings, tokenizer)
-    checks = Checks(stream, world)
     log = MetricsLog(directory, resumed_step=first or None)
-    save = partial(checkpointer.save, extras={"recipe": recipe_hash(config)})
+
+    def whole(state: TrainState) -> nnx.State:
+        return join(state.params, frozen)
+
     try:
         state = _loop(
-            settings, first, state, update, mesh, stream, checks, graphdef, log, save, on_step
+            settings,
+            first,
+            state,
+            lambda state, batch: update(state, place_batch(batch, mesh), frozen=frozen),
+            data.batch,
+            lambda state: data.checks(policy.graphdef, whole(state)),
+            log,
+            partial(checkpointer.save, extras=extras),
+            on_step,
         )
     finally:
         log.close()
-    scores = checks(graphdef, state.params)
+    scores = data.checks(policy.graphdef, whole(state))
     out = directory / "policy"
-    save_hf_directory(out, decoder, state.params, dtype="bfloat16", tokenizer=tokenizer)
-    (directory / "checks.json").write_text(json.dumps(scores, indent=1) + "\n")
+    save_hf_directory(
+        out,
+        policy.config,
+        whole(state),
+        dtype="bfloat16",
+        tokenizer=policy.tokenizer,
+        generation=policy.generation,
+    )
+    if scores:
+        (directory / "checks.json").write_text(json.dumps(scores, indent=1) + "\n")
     return out
 
 
-def beginning(config: Config, world: World) -> Policy:
-    """The policy before the first step: random weights and a tokenizer of the world, or `supervised.start`, widened."""
+def beginning(config: Config, world: World | None) -> Policy:
+    """The policy before the first step: random weights and a tokenizer of the world, or `supervised.start`, widened;
+    with fresh adapters where the recipe asks for them."""
     settings = config.supervised
     key = jax.random.key(settings.seed)
     if not settings.start:
+        assert world is not None
         tokenizer = train_tokenizer(
             world_texts(world),
             config.protocol,
@@ -243,12 +306,13 @@ def beginning(config: Config, world: World) -> Policy:
         decoder = DecoderConfig(**sizes | {"vocab_size": len(tokenizer)})
         graphdef, params = init_params(decoder, key)
         params = with_previous_token_heads(decoder, params)
-        return Policy(config=decoder, graphdef=graphdef, params=params, tokenizer=tokenizer)
-    policy = open_policy(settings.start)
-    if not settings.widen_to:
-        return policy
-    decoder, graphdef, params = widen(policy.config, policy.params, settings.widen_to, key)
-    return replace(policy, config=decoder, graphdef=graphdef, params=params)
+        policy = Policy(config=decoder, graphdef=graphdef, params=params, tokenizer=tokenizer)
+    else:
+        policy = open_policy(settings.start, dtype=jnp.dtype(config.model.param_dtype))
+    if settings.widen_to:
+        decoder, graphdef, params = widen(policy.config, policy.params, settings.widen_to, key)
+        policy = replace(policy, config=decoder, graphdef=graphdef, params=params)
+    return lay_out(policy, config, None) if config.model.lora_rank else policy
 
 
 _SIZES = (
@@ -265,28 +329,26 @@ def _loop(
     settings: Any,
     first: int,
     state: TrainState,
-    update: Callable,
-    mesh: Any,
-    stream: DemonstrationStream,
-    checks: Checks,
-    graphdef: nnx.GraphDef,
+    update: Callable[[TrainState, Batch], tuple[TrainState, Any]],
+    batch_of: Callable[[int], Batch],
+    checks: Callable[[TrainState], dict[str, float]],
     log: MetricsLog,
     save: Callable[[int, TrainState], Any],
     on_step: OnStep | None,
 ) -> TrainState:
     # The next batch is made while the device works; the first Ctrl-C lets the step in progress finish.
     with ThreadPoolExecutor(1) as pool, GracefulStop() as stop:
-        ahead: Future[Batch] = pool.submit(step_batch, stream, first)
+        ahead: Future[Batch] = pool.submit(batch_of, first)
         began, tokens = time.monotonic(), 0.0
         for step in range(first, settings.steps):
             batch = ahead.result()
-            ahead = pool.submit(step_batch, stream, step + 1)
-            state, metrics = update(state, place_batch(batch, mesh))
+            ahead = pool.submit(batch_of, step + 1)
+            state, metrics = update(state, batch)
             done, last = step + 1, step + 1 == settings.steps
             tokens += float(metrics["tokens"])
             if done % settings.check_every == 0 or last:
                 row = {name: float(value) for name, value in metrics.items()}
-                row |= {f"check/{k}": v for k, v in checks(graphdef, state.params).items()}
+                row |= {f"check/{k}": v for k, v in checks(state).items()}
                 row["tokens_per_second"] = tokens / (time.monotonic() - began)
                 log.write(done, row)
                 if on_step:
@@ -305,7 +367,12 @@ def recipe_hash(config: Config) -> str:
     """Changes with everything that decides what is learned; not with where, or how often it is checked and saved."""
     settings = replace(config.supervised, check_every=1, checkpoint_every=1, keep=1)
     return config_hash(
-        Config(supervised=settings, optimizer=config.optimizer, protocol=config.protocol)
+        Config(
+            supervised=settings,
+            optimizer=config.optimizer,
+            protocol=config.protocol,
+            model=config.model,
+        )
     )
 
 

@@ -188,3 +188,18 @@ def test_the_imitated_search_returns_the_needed_passage_first_nine_times_in_ten(
 def test_a_scene_shows_allowed_entities_only(world):
     scene = Scene.of(world.facts, True, lambda index: not world.unseen[index])
     assert not any(world.unseen[int(id.split(".")[0])] for id in scene.passages)
+
+
+def test_weights_by_place_are_those_by_tags(stream, monkeypatch):
+    """What tokenizers without the tags as tokens use, where both ways can be taken."""
+    make = stream.demonstrations
+    rng = np.random.default_rng(2)
+    drills = [make.drill(rng, stream.shadow(0).templates) for _ in range(20)]
+    every = [*episodes(stream, 60), *drills]
+    want = [make.sequence(pieces) for pieces in every]
+    assert len({float(w) for sequence in want for w in sequence.weights}) > 3
+    monkeypatch.setattr(make, "whole_tags", False)
+    for sequence, pieces in zip(want, every, strict=True):
+        got = make.sequence(pieces)
+        assert list(got.ids) == list(sequence.ids)
+        np.testing.assert_array_equal(got.weights, sequence.weights)

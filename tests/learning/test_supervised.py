@@ -11,12 +11,20 @@ import pytest
 from flax import nnx
 
 from psearch_jax.assembly import open_policy
-from psearch_jax.config import ArchitectureConfig, Config, OptimizerConfig, SupervisedConfig
+from psearch_jax.config import (
+    ArchitectureConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    SupervisedConfig,
+)
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.learning import supervised
+from psearch_jax.learning.episode_files import EpisodeStream, read_episodes
 from psearch_jax.metrics_log import read_metrics
 from psearch_jax.models import attention
 from psearch_jax.models.decoder import DecoderConfig, init_params
+from psearch_jax.models.lora import split_trainable
 from psearch_jax.questions.facts import Facts
 from psearch_jax.questions.world import SPLITS, World
 
@@ -191,3 +199,46 @@ def test_law_13_a_stopped_warm_start_ends_with_the_same_parameters(
         np.any(np.asarray(a) != b)
         for a, b in zip(jax.tree.leaves(before.params), leaves, strict=True)
     )
+
+    # And it learns episodes of a file, here with adapters alone; only what the policy wrote counts.
+    path = tmp_path / "episodes.jsonl"
+    texts = [
+        [
+            ["prompt", f"Which is larger, {n} or 7?\n"],
+            ["policy", f"<think>size</think><search>size of {n}</search>"],
+            ["observation", f"<information>1:size 10^{n}*2.50 {n}\n</information>"],
+            ["policy", f"<think>found</think><answer> {n}</answer>"],
+        ]
+        for n in range(3)
+    ]
+    path.write_text("".join(json.dumps({"segments": segments}) + "\n" for segments in texts))
+    counted = sum(
+        len(policy.tokenizer.encode(text)) for segments in texts for role, text in segments[1::2]
+    )
+    settings = replace(wider, widen_to=0, episodes=str(path), steps=4)
+    learns = replace(
+        CONFIG,
+        run_directory=str(tmp_path / "episodes"),
+        model=ModelConfig(lora_rank=2),
+        supervised=replace(settings, drill_steps=500, row_length=160, checkpoint_every=2),
+    )
+    told = []
+    final, leaves = train(
+        learns, None, monkeypatch, lambda step, steps, row: told.append((step, row))
+    )
+    sequences = read_episodes(path, policy.tokenizer)
+    assert sum(float(np.sum(sequence.weights)) for sequence in sequences) == counted
+    stream = EpisodeStream(sequences, 160, settings.rows_per_step, settings.seed)
+    assert [row["weight"] for _, row in told] == [stream.batch(i).weights_RxL.sum() for i in (1, 3)]
+    assert told[1][1]["loss"] < told[0][1]["loss"]
+    start = supervised.beginning(learns, None)
+    moved = [
+        np.any(np.asarray(a) != b)
+        for a, b in zip(jax.tree.leaves(start.params), leaves, strict=True)
+    ]
+    adapters = len(jax.tree.leaves(split_trainable(start.params)[0]))
+    assert sum(moved) == adapters == 2 * 7
+    assert open_policy(str(final)).config.lora is None  # merged
+    path.write_text(path.read_text() + "\n".join(path.read_text().splitlines()[:1]) + "\n")
+    with pytest.raises(UserError, match="another recipe .or of other episodes."):
+        supervised.run(learns, None, None)
