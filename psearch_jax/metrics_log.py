@@ -92,6 +92,9 @@ class LineFile:
             keeps every whole line.
         """
         self.path = Path(path)
+        self._open(last_step)
+
+    def _open(self, last_step: int | None) -> None:
         keep = 0
         if self.path.exists():
             for record, end in _records(self.path):
@@ -112,6 +115,11 @@ class LineFile:
         with explained_disk_errors(self.path):
             self._file.write(lines.encode())
             self._file.flush()
+
+    def rewind(self, last_step: int) -> None:
+        """Drops the lines from the first later one than `last_step`: the run goes on from there."""
+        self._file.close()
+        self._open(last_step)
 
     def close(self) -> None:
         """Closes the file; what was written is already in it."""
@@ -158,15 +166,15 @@ class MetricsLog:
           UserError: a directory that cannot be written, or a project without the package wandb.
         """
         self.directory = Path(directory)
+        self._tracker = None
+        if tracking is not None and tracking.wandb_project:
+            self._tracker = _Wandb(self.directory, tracking, fresh=resumed_step is None)
         self._open(resumed_step)
 
     def _open(self, resumed_step: int | None) -> None:
         from tensorboardX import SummaryWriter  # imported here: it costs start-up time
 
         fresh = resumed_step is None
-        self._tracker = None
-        if tracking is not None and tracking.wandb_project:
-            self._tracker = _Wandb(self.directory, tracking, fresh=fresh)
         last_step = -1 if resumed_step is None else resumed_step
         self._lines = LineFile(self.directory / METRICS_FILE, last_step=last_step)
         with explained_disk_errors(self.directory):
@@ -189,8 +197,9 @@ class MetricsLog:
             self._tracker.write(int(step), metrics)
 
     def rewind(self, step: int) -> None:
-        """Drops what was logged after `step`: the run goes on from there."""
-        self.close()
+        """Drops what was logged after `step`: the run goes on from there. (Weights & Biases keeps what it has.)"""
+        self._lines.close()
+        self._board.close()
         self._open(step)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from psearch_jax.interruption import GracefulStop
 from psearch_jax.learning.episode_files import role_runs
 from psearch_jax.metrics_log import LineFile, read_lines, write_atomically
 from psearch_jax.questions.question import Question
-from psearch_jax.questions.world import load_questions
+from psearch_jax.questions.sources import load_questions
 from psearch_jax.rewards.answers import exact_match
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode, Request
@@ -139,7 +139,7 @@ def run(config: Config) -> Path:
         display.phase(f"opening policy {config.policy} and index")
         policy = open_policy(config.policy)
         engine = open_engine(config, policy, open_backend(config.retrieval))
-        questions = load_questions(config.data.questions, settings.split)
+        questions = load_questions(config.data, settings.split)
         questions = questions[: settings.questions or None]
         display.phase(f"playing {settings.samples} episodes a question of {settings.split}")
         counts = sample(

@@ -59,6 +59,7 @@ from psearch_jax.questions.sources import load_questions
 from psearch_jax.rewards.composition import Reward, score_groups
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode
+from psearch_jax.stability import go_back
 from psearch_jax.step_metrics import describe
 from psearch_jax.throughput import Clock, Trace, breakdown, rates, weights_in_products
 
@@ -265,8 +266,11 @@ class Trainer:
                     episodes.write(*self.shown)
                 if metrics is not None and on_step is not None:
                     on_step(self.done, metrics)
-                if metrics is not None and self._goes_back(metrics, on_return):
+                if metrics is not None and (told := go_back(self, metrics)):
                     saved = self.done
+                    episodes.rewind(saved)
+                    if on_return is not None:
+                        on_return(saved, told)
                 stopped = processes.agree(self.stop.asked) and self.done < settings.steps
                 due = self.done % settings.checkpoint_every == 0 or self.done == settings.steps
                 if (due or stopped) and self.done != saved:
@@ -304,37 +308,6 @@ class Trainer:
         self.rewards = []
         self.saving = time.monotonic() - began
 
-    def _goes_back(self, metrics: Mapping[str, Any], on_return: OnReturn | None) -> bool:
-        """Where the policy has collapsed, take up the last good checkpoint with a lower learning rate.
-
-        Later checkpoints are deleted first, and the return is written into the good one: a run that is killed meanwhile
-        or afterwards goes the same way.
-        """
-        if self.detector is None or not (sign := self.detector.see(metrics)):
-            return False
-        at, good, returns = self.done, self.detector.good, self.detector.returns
-        limit, checkpoints = self.config.trainer.collapse.returns, self.checkpoints
-        assert good is not None
-        checkpoints.drop_after(good)
-        if len(returns) >= limit:
-            raise UserError(
-                f"The policy collapsed at step {at} ({sign}) after {len(returns)} returns to a good checkpoint "
-                f"(trainer.collapse.returns); lower optimizer.learning_rate, or raise algorithm.kl_coefficient. The "
-                f"last good checkpoint, of step {good}, is in {checkpoints.directory}."
-            )
-        score = checkpoints.score(good)
-        restored = checkpoints.restore(good, self.learner.saved()[0])
-        self._take_up(restored, [*returns, {"at": at, "to": good, "sign": sign}])
-        self.rewards = [] if score is None else [score]
-        self.save()
-        if on_return is not None:
-            on_return(
-                self.done,
-                f"The policy collapsed at step {at} ({sign}): back to step {good} with {self.learner.rate_scale:g} of "
-                f"the learning rate ({len(returns) + 1} of {limit} returns).",
-            )
-        return True
-
     def resume(self) -> bool:
         """Take up the newest checkpoint of this run directory, if there is one.
 
@@ -349,10 +322,11 @@ class Trainer:
                 f"{self.checkpoints.directory} holds a run of another recipe; choose another run_directory, or "
                 "delete that one to start anew."
             )
-        self._take_up(restored)
+        self.take_up(restored)
         return True
 
-    def _take_up(self, restored: Restored, returns: list[dict[str, Any]] | None = None) -> None:
+    def take_up(self, restored: Restored, returns: list[dict[str, Any]] | None = None) -> None:
+        """Go on from a checkpoint, after `returns` to it where these are more than it knows of."""
         extras = restored.extras
         self.learner.restore(restored.state, extras)
         self.done, self.position = restored.step, extras["position"]

@@ -26,7 +26,7 @@ ORDER = (
     *("models", "retrieval", "questions"),
     *("config_checks", "config_files", "run_record", "metrics_log", "display"),
     *("rollout", "assembly", "rewards", "learning", "step_metrics", "evaluation"),
-    *("topologies", "throughput"),
+    *("topologies", "throughput", "stability"),
     *("trainer", "ask", "sample", "demo", "export"),
     *("program_costs", "hlo_text", "hlo_costs", "planned_recipe"),
     *("planned_programs", "plan_figures", "plan_arithmetic", "planning", "plan_report"),

@@ -12,7 +12,7 @@ from psearch_jax.config import CollapseConfig, OptimizerConfig
 from psearch_jax.config_files import resolve
 from psearch_jax.errors import UserError
 from psearch_jax.learning.collapse import Detector, signs
-from psearch_jax.metrics_log import MetricsLog, read_metrics
+from psearch_jax.metrics_log import EPISODES_FILE, MetricsLog, read_lines, read_metrics
 from psearch_jax.trainer import Trainer
 
 FINE = {"reward": 1.0, "entropy": 1.0, "gap": 0.001, "search_rate": 0.9, "invalid": 0.0}
@@ -140,6 +140,10 @@ def test_a_collapsed_run_goes_back_and_recovers(collapsed):
     assert steps[-1]["rate_scale"] == 1e-3
     good = trainer.detector.returns[0]["to"]
     assert all(step["returns"] == (step["step"] > good) for step in steps)
+    shown = [
+        line["step"] for line in read_lines(trainer.checkpoints.directory.parent / EPISODES_FILE)
+    ]
+    assert shown == sorted(shown) and set(shown) == set(range(1, 8))
 
 
 @pytest.mark.parametrize("kill_at", [2, 3, 5])
