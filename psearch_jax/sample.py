@@ -20,7 +20,7 @@ from psearch_jax.config_files import flatten
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.evaluation.evaluate import parameters_fingerprint
-from psearch_jax.evaluation.metrics import episode_record
+from psearch_jax.evaluation.records import episode_record
 from psearch_jax.interruption import GracefulStop
 from psearch_jax.learning.episode_files import role_runs
 from psearch_jax.metrics_log import LineFile, read_lines, write_atomically
@@ -108,7 +108,7 @@ def sample(
                     episode_record(
                         episode, decode=engine.decode_text, well_formed=valid, sample=episode.member
                     )
-                    | {"tokens": role_runs(episode)}
+                    | {"token_ids": role_runs(episode)}
                     for episode in keep(config, group, valid)
                 ]
                 file.write({"question": part[i].question.id, "episodes": records})

@@ -46,7 +46,9 @@ def test_only_right_episodes_are_kept_and_few_of_a_question(played):
     assert all(row["em"] and exact_match(row["answer"], ("1",)) for row in rows)
     of_question = [[r for r in rows if r["id"] == q.id] for q in QUESTIONS]
     assert max(map(len, of_question)) <= 2
-    assert all(len({json.dumps(r["tokens"]) for r in group}) == len(group) for group in of_question)
+    assert all(
+        len({json.dumps(r["token_ids"]) for r in group}) == len(group) for group in of_question
+    )
 
 
 def test_the_ids_that_were_sampled_are_the_ids_that_are_trained_on(played):
@@ -93,15 +95,15 @@ def test_rows_without_ids_are_encoded_and_foreign_ids_refused(played, tmp_path):
         return read_episodes(path, TOKENIZER)
 
     def texts(row):
-        return {"tokens": [[role, TOKENIZER.encode(text)] for role, text in row["segments"]]}
+        return {"token_ids": [[role, TOKENIZER.encode(text)] for role, text in row["segments"]]}
 
     assert [list(s.ids) for s in read(texts)] == [
         list(s.ids) for s in read_episodes(played[0] / EPISODES, TOKENIZER)
     ]
-    with pytest.raises(UserError, match=r'line 1: its "tokens" are not the ids of its "segments"'):
-        read(lambda row: {"tokens": [[role, ids[:-1]] for role, ids in row["tokens"]]})
+    with pytest.raises(UserError, match=r'line 1: its "token_ids" are not those of its "segments"'):
+        read(lambda row: {"token_ids": [[role, ids[:-1]] for role, ids in row["token_ids"]]})
     with pytest.raises(UserError, match="wrote nothing"):
-        read(lambda row: {"tokens": row["tokens"][:1], "segments": row["segments"][:1]})
+        read(lambda row: {"token_ids": row["token_ids"][:1], "segments": row["segments"][:1]})
     with pytest.raises(UserError, match="there is no file"):
         read_episodes(tmp_path / "none.jsonl", TOKENIZER)
 

@@ -1,6 +1,6 @@
 """Files of played episodes, one JSON object a line, and the training batches that come of them.
 
-A line has `segments` ([role, text] in order), as the rows of an evaluation have them, and `tokens` ([role, [id, …]])
+A line has `segments` ([role, text] in order), as the rows of an evaluation have them, and `token_ids` ([role, [id, …]])
 where it was written to be trained on: the ids that were sampled are the ids that are trained on (law 1). Rows without
 them are encoded a segment at a time, as a rollout does it. Only policy tokens count (law 2).
 """
@@ -24,7 +24,7 @@ ROLES = {role.name.lower(): role for role in Role}
 
 
 def role_runs(episode: Episode) -> list[list[Any]]:
-    """The `tokens` of a line: [role, ids] of each run of tokens with equal role."""
+    """The `token_ids` of a line: [role, ids] of each run of tokens with equal role."""
     runs: list[list[Any]] = []
     for token, role in zip(episode.ids, episode.roles, strict=True):
         name = Role(role).name.lower()
@@ -64,13 +64,13 @@ def _sequence(line: Mapping[str, Any], tokenizer: Any) -> Sequence:
     for role, text in segments:
         if role not in ROLES or not isinstance(text, str):
             raise ValueError(f"a segment is [role, text], the role one of {', '.join(ROLES)}")
-    if "tokens" in line:
-        pairs = [(role, [int(i) for i in ids]) for role, ids in line["tokens"]]
+    if "token_ids" in line:
+        pairs = [(role, [int(i) for i in ids]) for role, ids in line["token_ids"]]
         texts = [[role, tokenizer.decode(ids, skip_special_tokens=False)] for role, ids in pairs]
         if texts != segments:
             raise ValueError(
-                'its "tokens" are not the ids of its "segments" for this policy\'s tokenizer (without "tokens" the '
-                "text is encoded)"
+                'its "token_ids" are not those of its "segments" for this policy\'s tokenizer (without "token_ids" '
+                "the text is encoded)"
             )
     else:
         pairs = [(r, tokenizer.encode(text, add_special_tokens=False)) for r, text in segments]
