@@ -245,7 +245,8 @@ def test_law_13_everything_that_an_algorithm_keeps_is_resumed(name, tmp_path):
         assert abs(steps[0]["kl"]) < 1e-3 < abs(steps[2]["kl"])
     else:
         assert steps[0]["critic_value"] == 0.0 != steps[2]["critic_value"]
-        assert steps[0]["critic_grad_norm"] > 0
+        assert steps[0]["critic_loss"] > 0
+        assert name == "shared" or steps[0]["critic_grad_norm"] > 0
     shutil.rmtree(tmp_path / "checkpoints" / "3")
     shutil.rmtree(tmp_path / "checkpoints" / "2")
     again, rest = Trainer(config, ENGINE, PARAMS, QUESTIONS, mesh=MESH), []
