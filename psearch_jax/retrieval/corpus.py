@@ -1,4 +1,4 @@
-"""Corpora: FlashRAG passages in JSONL files, read strictly and written atomically."""
+"""Corpora: FlashRAG passages, read strictly and written atomically."""
 
 from __future__ import annotations
 
@@ -7,68 +7,81 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from psearch_jax.errors import UserError
+from psearch_jax.retrieval.corpus_files import RawRow, iter_raw_rows
 from psearch_jax.retrieval.passages import Passage
 
 
-def iter_corpus(path: str | Path) -> Iterator[Passage]:
-    """Yield the passages of a JSONL file one by one, in file order.
+@dataclass
+class BadRows:
+    """Rows that are no passages: how many are passed over before the next one is an error, and what was wrong."""
 
-    A line is `{"id", "contents"}` (contents = the title in quotes, a line break, the text) or
-    `{"id", "title", "text"}`; `contents` wins where a line has both. Blank lines are passed over.
+    allowed: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def iter_corpus(
+    path: str | Path, bad: BadRows | None = None, *, check_ids: bool = True
+) -> Iterator[Passage]:
+    """Yield the passages of a corpus one by one, in file order; the kinds of file: `corpus_files`.
+
+    A row is `{"id", "contents"}` (contents = the title in quotes, a line break, the text) or
+    `{"id", "title", "text"}`; `contents` wins where a row has both. Blank lines are passed over.
+
+    Args:
+      bad: collects the rows that are no passages; default: none is allowed.
+      check_ids: remember every id, in memory, and refuse the second use of one.
 
     Raises:
-      UserError: the file cannot be read, or a line is no passage; names the file and the line.
+      UserError: the file cannot be read, or one row too many is no passage; names the file and the row.
     """
     path = Path(path)
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise UserError(
-            f"The corpus {path} cannot be read ({error.strerror}); "
-            "set retrieval.corpus to a .jsonl file of passages."
-        ) from error
-    first_line: dict[str, int] = {}
-    with stream:
-        for number, line in enumerate(stream, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            try:
-                passage = _parse_line(line)
-            except ValueError as error:
+    bad = bad if bad is not None else BadRows()
+    first_use: dict[str, str] = {}
+    for where, row in iter_raw_rows(path):
+        try:
+            passage = _parse_row(row)
+            if check_ids:
+                earlier = first_use.setdefault(passage.id, where)
+                if earlier != where:
+                    raise ValueError(
+                        f"the id {passage.id!r} was used in {earlier}; "
+                        "give every passage an id of its own"
+                    )
+        except ValueError as error:
+            bad.problems.append(f"{where}: {error}")
+            if len(bad.problems) > bad.allowed:
+                beyond = f", beyond the {bad.allowed} allowed" if bad.allowed else ""
                 raise UserError(
-                    f"{path}, line {number}: {error}; mend or remove the line."
+                    f"{path}, {where}{beyond}: {error}; mend or remove the {where.split()[0]}, "
+                    "or allow a number of bad ones (--skip-bad)."
                 ) from error
-            earlier = first_line.setdefault(passage.id, number)
-            if earlier != number:
-                raise UserError(
-                    f"{path}, line {number}: the id {passage.id!r} was used in line {earlier}; "
-                    "give every passage an id of its own."
-                )
-            yield passage
+            continue
+        yield passage
 
 
 def read_corpus(path: str | Path) -> list[Passage]:
-    """All passages of a JSONL file (see `iter_corpus`); a file without any is a UserError."""
+    """All passages of a corpus (see `iter_corpus`); a file without any is a UserError."""
     passages = list(iter_corpus(path))
     if not passages:
         raise UserError(f"The corpus {path} holds no passages; give a file with one a line.")
     return passages
 
 
-def _parse_line(line: bytes) -> Passage:
-    """One passage; ValueError says what is wrong with the line."""
-    try:
-        row: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError("not a JSON object") from error
+def _parse_row(raw: RawRow) -> Passage:
+    """One passage; ValueError says what is wrong with the row."""
+    row: Any = raw
+    if isinstance(raw, bytes):
+        try:
+            row = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"byte {error.start} is not UTF-8") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError("not a JSON object") from error
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object was expected, not {type(row).__name__}")
     if "id" not in row:
@@ -76,7 +89,7 @@ def _parse_line(line: bytes) -> Passage:
     if isinstance(row["id"], bool) or not isinstance(row["id"], str | int):
         raise ValueError(f'"id" must be a string or a whole number, not {row["id"]!r}')
     identifier = str(row["id"])
-    if "contents" in row:
+    if row.get("contents") is not None:
         passage = Passage.from_contents(identifier, _string(row, "contents"))
     elif "text" in row:
         title = _string(row, "title") if row.get("title") is not None else ""
@@ -128,9 +141,24 @@ def write_corpus(path: str | Path, passages: Iterable[Passage]) -> None:
 
 def corpus_fingerprint(passages: Sequence[Passage]) -> str:
     """SHA-256 (hex) over ids, titles, texts and their order; lengths keep the fields apart."""
-    digest = hashlib.sha256()
+    digest = CorpusDigest()
     for passage in passages:
-        fields = [part.encode() for part in (passage.id, passage.title, passage.text)]
-        digest.update(" ".join(str(len(part)) for part in fields).encode() + b"\n")
-        digest.update(b"".join(fields))
+        digest.add(passage)
     return digest.hexdigest()
+
+
+class CorpusDigest:
+    """`corpus_fingerprint` of passages that come one by one."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, passage: Passage) -> None:
+        """The next passage."""
+        fields = [part.encode() for part in (passage.id, passage.title, passage.text)]
+        lengths = " ".join(str(len(part)) for part in fields).encode() + b"\n"
+        self._digest.update(lengths + b"".join(fields))
+
+    def hexdigest(self) -> str:
+        """Of all so far."""
+        return self._digest.hexdigest()

@@ -96,16 +96,23 @@ def choose_lengths(
     return chosen[::-1]
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int, row_multiple: int = 1) -> list[Batch]:
+def plan_batches(
+    lengths: Sequence[int],
+    batch_tokens: int,
+    row_multiple: int = 1,
+    padded_lengths: Sequence[int] = (),
+) -> list[Batch]:
     """Cover texts of these token counts, longest first, by batches of at most about `batch_tokens` tokens.
 
     A batch that the texts of its own length do not fill takes the next shorter ones, so only the very last
     batch has empty rows. Equal lengths keep their order: the plan depends on nothing but its arguments.
     row_multiple: the rows of every batch are a multiple of it, one multiple at least.
+    padded_lengths: for corpora that come in blocks, instead of the best ones for these texts; then the rows of the
+    last batch are a step times a power of two, so that all blocks need the same few shapes.
     """
     step = math.lcm(ROW_STEP, row_multiple)
     order = np.argsort(-np.asarray(lengths, int), kind="stable")
-    padded_lengths = choose_lengths(lengths)
+    fixed, padded_lengths = bool(padded_lengths), padded_lengths or choose_lengths(lengths)
     batches, start = [], 0
     while start < len(order):
         longest = lengths[order[start]]
@@ -115,7 +122,8 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, row_multiple: int = 
         rows = max(row_multiple, rows)
         taken = order[start : start + rows]
         if len(taken) < rows:
-            rows = min(rows, up_to(len(taken), step))
+            few = step << (-(-len(taken) // step) - 1).bit_length()
+            rows = min(rows, few if fixed else up_to(len(taken), step))
         batches.append(Batch(tuple(int(i) for i in taken), rows, length))
         start += len(taken)
     return batches
@@ -167,6 +175,7 @@ class Embedder:
         index. See `encoder_fingerprint`.
       dims: E, the size of a vector.
       use: the pooling and the prefixes.
+      max_tokens: a longer text is cut.
       batch_tokens: tokens of one batch of passages, about.
     """
 
@@ -196,15 +205,15 @@ class Embedder:
         self._tokenize = tokenize
         self._row_multiple = row_multiple
         self._query_rows = sorted({up_to(rows, row_multiple) for rows in QUERY_ROWS})
+        self.max_tokens = max_tokens
         self._query_lengths = buckets_to(max_tokens, QUERY_LENGTHS)
 
-    def plan(self, texts: Sequence[str]) -> EmbeddingPlan:
+    def plan(self, texts: Sequence[str], padded_lengths: Sequence[int] = ()) -> EmbeddingPlan:
         """Tokenise all passages at once, the passage prefix before each, and lay out their batches."""
         token_ids = self._tokenize([self.use.passage_prefix + text for text in texts])
         lengths = [len(ids) for ids in token_ids]
-        return EmbeddingPlan(
-            token_ids, plan_batches(lengths, self.batch_tokens, self._row_multiple)
-        )
+        batches = plan_batches(lengths, self.batch_tokens, self._row_multiple, padded_lengths)
+        return EmbeddingPlan(token_ids, batches)
 
     def run(
         self, plan: EmbeddingPlan, first: int = 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 
 from psearch_jax.config import RetrievalConfig
 from psearch_jax.errors import UserError
@@ -56,7 +56,7 @@ class Index:
     """Unit vectors of a corpus and a way to search them."""
 
     manifest: Manifest
-    vectors_NxE: Float32[np.ndarray, "N E"]
+    vectors_NxE: Float[np.ndarray, "N E"]  # float32, or float16 where a build asked for it
     neighbours: Neighbours
 
     @property
@@ -104,13 +104,14 @@ class Index:
         return ids, scores
 
     def _scored(self, queries_QxE: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray]:
-        """`wanted` candidates of each query with exact scores, ordered by (-score, row), missing ones last."""
+        """The best `wanted` of the candidates of each query by exact scores, ordered by (-score, row), missing ones
+        last. There are more candidates where several searches propose some."""
         ids_QxC = self.neighbours.candidates(queries_QxE, wanted)
         scores_QxC = np.full(ids_QxC.shape, -np.inf)
         for row, ids_C in enumerate(ids_QxC):
             products = self.vectors_NxE[np.maximum(ids_C, 0)] * queries_QxE[row]
             scores_QxC[row] = np.where(ids_C >= 0, products.sum(axis=1, dtype=np.float64), -np.inf)
-        order = np.lexsort((ids_QxC, -scores_QxC), axis=1)
+        order = np.lexsort((ids_QxC, -scores_QxC), axis=1)[:, :wanted]
         return np.take_along_axis(ids_QxC, order, 1), np.take_along_axis(scores_QxC, order, 1)
 
 

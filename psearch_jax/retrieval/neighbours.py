@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,13 +17,14 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float, Float32, Int64
 
 from psearch_jax.errors import UserError
 
 BRUTE_FORCE_BELOW = 20_000
 TREE_ABOVE = 100_000
 EXACT_BLOCK = 16_384  # passages scored at a time by exact search
+ON_DISK = "disk"  # the reordering type that keeps no vectors in memory
 QUERY_BLOCK = 512  # queries scored at a time by exact search
 
 
@@ -33,8 +34,8 @@ class Neighbours(Protocol):
 
     def candidates(
         self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
-    ) -> Int64[np.ndarray, "Q k"]:
-        """Row numbers of about the k nearest rows, any order; -1 where there is none."""
+    ) -> Int64[np.ndarray, "Q C"]:
+        """Row numbers of about the k nearest rows, or of more, any order; -1 where there is none."""
         ...
 
 
@@ -65,6 +66,7 @@ class ScannNeighbours:
     def __init__(self, searcher: Any, parameters: dict[str, Any]) -> None:
         self._searcher = searcher
         self._reorder = parameters.get("reorder")
+        self._rescored_here = parameters.get("reorder_type") != ON_DISK
 
     @classmethod
     def build(
@@ -88,7 +90,8 @@ class ScannNeighbours:
                 parameters["dimensions_per_block"],
                 anisotropic_quantization_threshold=parameters["anisotropic_threshold"],
                 training_sample_size=sample,
-            ).reorder(parameters["reorder"])
+            )
+            builder = _reordered(builder, parameters)
         with _native_stderr_kept_back():
             return cls(builder.build(), parameters)
 
@@ -106,21 +109,52 @@ class ScannNeighbours:
 
     def candidates(
         self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
-    ) -> Int64[np.ndarray, "Q k"]:
-        """See `Neighbours`."""
+    ) -> Int64[np.ndarray, "Q C"]:
+        """See `Neighbours`. Without vectors of its own to score with, it proposes all that would have been."""
         queries_QxE = np.ascontiguousarray(queries_QxE, np.float32)
+        wide = None if self._reorder is None else max(k, self._reorder)
         ids, scores = self._searcher.search_batched_parallel(
             queries_QxE,
-            final_num_neighbors=k,
-            pre_reorder_num_neighbors=None if self._reorder is None else max(k, self._reorder),
+            final_num_neighbors=k if wide is None or self._rescored_here else wide,
+            pre_reorder_num_neighbors=wide if self._rescored_here else None,
         )
         return np.where(np.isfinite(scores), np.asarray(ids, np.int64), -1)
+
+
+def _reordered(builder: Any, parameters: dict[str, Any]) -> Any:
+    """The hashing's best are scored again with vectors that ScaNN keeps in memory, unless they are read from disk."""
+    kind = parameters.get("reorder_type", "float32")
+    if kind == ON_DISK:
+        return builder
+    if kind == "float32":
+        return builder.reorder(parameters["reorder"])
+    from scann.scann_ops.py.scann_builder import ReorderType
+
+    return builder.reorder(parameters["reorder"], quantize=ReorderType[kind.upper()])
+
+
+class ShardedNeighbours:
+    """Neighbours over consecutive ranges of rows, as one: each proposes, and what they propose is scored together."""
+
+    def __init__(self, shards: Sequence[Neighbours], first_rows: Sequence[int]) -> None:
+        self._shards = shards
+        self._first_rows = first_rows
+
+    def candidates(
+        self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
+    ) -> Int64[np.ndarray, "Q C"]:
+        """See `Neighbours`; up to k of every shard."""
+        found = []
+        for shard, first in zip(self._shards, self._first_rows, strict=True):
+            ids = shard.candidates(queries_QxE, k)
+            found.append(np.where(ids >= 0, ids + first, -1))
+        return np.concatenate(found, axis=1)
 
 
 class ExactNeighbours:
     """Every inner product, block by block: memory beside the vectors stays near 100 MB."""
 
-    def __init__(self, vectors_NxE: Float32[np.ndarray, "N E"]) -> None:
+    def __init__(self, vectors_NxE: Float[np.ndarray, "N E"]) -> None:
         self._vectors_NxE = vectors_NxE
 
     def candidates(
@@ -137,7 +171,8 @@ class ExactNeighbours:
         scores = np.full((len(queries_QxE), k), -np.inf, np.float32)
         ids = np.full((len(queries_QxE), k), -1, np.int64)
         for start in range(0, len(self._vectors_NxE), EXACT_BLOCK):
-            scores_QxP = queries_QxE @ self._vectors_NxE[start : start + EXACT_BLOCK].T
+            block = np.asarray(self._vectors_NxE[start : start + EXACT_BLOCK], np.float32)
+            scores_QxP = queries_QxE @ block.T
             kept = min(k, scores_QxP.shape[1])
             best = np.argpartition(scores_QxP, -kept, axis=1)[:, -kept:]
             ids = np.concatenate([ids, best + start], axis=1)

@@ -18,7 +18,9 @@ from psearch_jax.errors import UserError
 from psearch_jax.retrieval.corpus import corpus_fingerprint
 from psearch_jax.retrieval.embedding import Embedder, Progress, load_embedder
 from psearch_jax.retrieval.index import Index, open_or_build
+from psearch_jax.retrieval.manifest import Manifest
 from psearch_jax.retrieval.passages import Hit, Passage
+from psearch_jax.retrieval.rankers import DenseRanker, Ranker
 
 
 @dataclass
@@ -70,35 +72,21 @@ class NoSearcher:
         return [[] for _ in queries]
 
 
-class Searcher:
-    """An index, its passages and its encoder in this process. Safe to call from several threads."""
+class CachedSearcher:
+    """A ranker and the passages that its rows stand for, in this process. Safe to call from several threads."""
 
     def __init__(
-        self, index: Index, embedder: Embedder, passages: Sequence[Passage], cache_size: int = 65536
+        self, ranker: Ranker, passages: Sequence[Passage], cache_size: int = 65536
     ) -> None:
         """`cache_size` results are kept, the least recently used go first; 0 keeps none.
 
         Raises:
-          UserError: the index was built over other passages or by another encoder.
+          UserError: a cache size below zero.
         """
-        manifest = index.manifest
-        if (len(passages), corpus_fingerprint(passages)) != (manifest.count, manifest.corpus):
-            raise UserError(
-                f"The index {index.fingerprint} was built over {manifest.count} passages that are not these "
-                f"{len(passages)}; build one for this corpus."
-            )
-        if embedder.fingerprint != manifest.encoder_hash:
-            raise UserError(
-                f"The index {index.fingerprint} was built with the encoder {manifest.encoder} "
-                f"{manifest.encoder_use} and the queries would be encoded by another, {embedder.name} "
-                f"{asdict(embedder.use)}; set retrieval.encoder, its pooling and its prefixes to the first "
-                "or build another index."
-            )
         if cache_size < 0:
             raise UserError(f"retrieval.cache_size is {cache_size}; use 0 (no cache) or more.")
-        self.index = index
         self.stats = SearchStats()
-        self._embedder = embedder
+        self._ranker = ranker
         self._passages = passages
         self._cache_size = cache_size
         self._cache: OrderedDict[tuple[str, int], tuple[Hit, ...]] = OrderedDict()
@@ -106,16 +94,16 @@ class Searcher:
 
     @property
     def fingerprint(self) -> str:
-        """The index's fingerprint."""
-        return self.index.fingerprint
+        """Of what is searched."""
+        return self._ranker.fingerprint
 
     def warm_up(self) -> None:
-        """Compile the encoder for the usual query shapes."""
-        self._embedder.warm_up()
+        """Compile what the usual queries need."""
+        self._ranker.warm_up()
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """See `SearchBackend`. Queries that differ in blanks only are one. Each distinct one that
-        is not in the cache is embedded and searched, in one batch with the others."""
+        is not in the cache is searched, in one batch with the others."""
         _require_k(k)
         with self._lock:
             start = time.perf_counter()
@@ -147,16 +135,42 @@ class Searcher:
             return [list(results[query]) for query in normal]
 
     def _look_up(self, queries: list[str], k: int) -> dict[str, tuple[Hit, ...]]:
-        vectors_QxE = self._embedder.embed_queries(queries)
-        ids_QxK, scores_QxK = self.index.search_vectors(vectors_QxE, k)
         return {
-            query: tuple(
-                Hit(self._passages[i], float(score))
-                for i, score in zip(ids_K, scores_K, strict=True)
-                if i >= 0
-            )
-            for query, ids_K, scores_K in zip(queries, ids_QxK, scores_QxK, strict=True)
+            query: tuple(Hit(self._passages[row], score) for row, score in ranking)
+            for query, ranking in zip(queries, self._ranker.rank(queries, k), strict=True)
         }
+
+
+class Searcher(CachedSearcher):
+    """An index, its passages and its encoder in this process."""
+
+    def __init__(
+        self, index: Index, embedder: Embedder, passages: Sequence[Passage], cache_size: int = 65536
+    ) -> None:
+        """`cache_size`: see `CachedSearcher`.
+
+        Raises:
+          UserError: the index was built over other passages or by another encoder.
+        """
+        check_fits(index.manifest, embedder, len(passages), corpus_fingerprint(passages))
+        super().__init__(DenseRanker(index, embedder), passages, cache_size)
+        self.index = index
+
+
+def check_fits(manifest: Manifest, embedder: Embedder, count: int, corpus: str) -> None:
+    """UserError unless an index is of `count` passages with this fingerprint, and of this encoder."""
+    if (count, corpus) != (manifest.count, manifest.corpus):
+        raise UserError(
+            f"The index {manifest.fingerprint} was built over {manifest.count} passages that are not these "
+            f"{count}; build one for this corpus."
+        )
+    if embedder.fingerprint != manifest.encoder_hash:
+        raise UserError(
+            f"The index {manifest.fingerprint} was built with the encoder {manifest.encoder} "
+            f"{manifest.encoder_use} and the queries would be encoded by another, {embedder.name} "
+            f"{asdict(embedder.use)}; set retrieval.encoder, its pooling and its prefixes to the first "
+            "or build another index."
+        )
 
 
 def open_searcher(
