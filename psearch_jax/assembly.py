@@ -23,8 +23,15 @@ from psearch_jax.models.gguf_tokenizer import read_tokenizer
 from psearch_jax.models.lora import LoraSpec, join
 from psearch_jax.models.weights import check_vocabulary, load_hf_directory, read_config, read_json
 from psearch_jax.questions.world import embedded_directory
+from psearch_jax.retrieval.collection_search import SearchOptions, open_index
 from psearch_jax.retrieval.corpus import read_corpus
-from psearch_jax.retrieval.searcher import NoSearcher, SearchBackend, open_searcher
+from psearch_jax.retrieval.searcher import (
+    NoSearcher,
+    SearchBackend,
+    local_mesh,
+    open_reranker,
+    open_searcher,
+)
 from psearch_jax.rollout.engine import Engine
 
 #: Where the package keeps the policy that `policy: embedded` means.
@@ -133,6 +140,15 @@ def open_backend(
     """
     if config.kind == "none":
         return NoSearcher()
+    if config.index:
+        options = SearchOptions(
+            cache_size=config.cache_size,
+            device_matrix=config.device_matrix,
+            mesh=local_mesh() if config.device_matrix != "none" else None,
+            reranker=open_reranker(config),
+            rerank_depth=config.rerank_depth,
+        )
+        return open_index(config.index, options)
     path = embedded_directory() / "corpus.jsonl" if config.corpus == "embedded" else config.corpus
     return open_searcher(config, read_corpus(path), progress)
 

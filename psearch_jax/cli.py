@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import psearch_jax
+from psearch_jax.cli_retrieval import COMMANDS as retrieval_commands
 from psearch_jax.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
@@ -137,17 +138,6 @@ def world(directory: Path) -> None:
 
     write_world(directory)
     click.echo(f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} to {directory}")
-
-
-@cli.command()
-@_recipe
-def index(sources: tuple[str, ...]) -> None:
-    """Build the search index, or check the one that is there."""
-    from psearch_jax.assembly import open_backend
-
-    resolved, _ = _resolve(sources)
-    fingerprint = open_backend(resolved.retrieval).fingerprint
-    click.echo(f"index {fingerprint} is ready in {resolved.retrieval.directory}")
 
 
 @cli.command()
@@ -289,3 +279,7 @@ def demo(sources: tuple[str, ...]) -> None:
     config, _ = _resolve(sources)
     with held(config.run_directory):
         room.run(config)
+
+
+for command in retrieval_commands:
+    cli.add_command(command)

@@ -82,7 +82,15 @@ class RetrievalConfig:
     # A regular expression; what it matches is not embedded. Here the numbers of the embedded world: no query holds
     # one, and without them "Lyon" is found before "Lyon 06".
     embed_without: str = r" 10\^-?\d+\*[\d.]+"
-    kind: str = "scann"  # "scann", "exact" or "none" (index switched off)
+    # "scann", "exact", "bm25", "hybrid" (ScaNN and BM25 by reciprocal rank) or "none" (index switched off)
+    kind: str = "scann"
+    # A directory made by `psearch index build`; it says itself what corpus, encoder and kind it is of.
+    index: str = ""
+    device_matrix: str = (
+        "none"  # or "bfloat16", "int8": all vectors on the devices, searched exactly
+    )
+    reranker: str = ""  # a cross-encoder's directory; it puts the best `rerank_depth` in order
+    rerank_depth: int = 50
     directory: str = "runs/index"  # indexes are kept here under their fingerprint
     cache_size: int = 65536  # LRU entries (query, k)
     retries: int = 2  # after a failed search

@@ -60,6 +60,7 @@ def _value_problem(key: str, value: Any) -> str | None:
 def _impossible(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """(keys, sentence) of each combination that cannot work."""
     yield from _impossible_shapes(config)
+    yield from _impossible_retrieval(config)
     yield from _impossible_training(config)
     yield from _impossible_algorithm(config)
     yield from _impossible_supervised(config)
@@ -110,6 +111,21 @@ def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 (key, "rollout.context"),
                 f"{key}={size} leaves no room in rollout.context={rollout.context}",
             )
+
+
+def _impossible_retrieval(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    retrieval = config.retrieval
+    if retrieval.index and retrieval.kind == "none":
+        yield (
+            ("retrieval.index", "retrieval.kind"),
+            "retrieval.kind=none switches searching off, and retrieval.index names an index: leave one out",
+        )
+    if retrieval.device_matrix != "none" and not retrieval.index and retrieval.kind != "exact":
+        yield (
+            ("retrieval.device_matrix", "retrieval.kind"),
+            f"retrieval.device_matrix={retrieval.device_matrix} is searched exactly, and retrieval.kind is "
+            f"{retrieval.kind}: set it to exact",
+        )
 
 
 def _impossible_training(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:

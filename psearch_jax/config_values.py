@@ -10,7 +10,8 @@ from psearch_jax.config import RewardParts
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.bad_rows": ("skip", "refuse"),
     "retrieval.embed": ("text", "contents"),
-    "retrieval.kind": ("scann", "exact", "none"),
+    "retrieval.kind": ("scann", "exact", "bm25", "hybrid", "none"),
+    "retrieval.device_matrix": ("none", "bfloat16", "int8"),
     "retrieval.pooling": ("auto", "mean", "cls"),
     "retrieval.encoder_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
@@ -48,6 +49,7 @@ ABOVE_ZERO = frozenset(
             "mesh.sequence",
             "model.lora_alpha",
             "retrieval.embed_batch_tokens",
+            "retrieval.rerank_depth",
         ),
         *("protocol.max_subqueries", "protocol.top_k", "protocol.observation_tokens"),
         *("reward.judge.timeout", "reward.judge.concurrency", "reward.judge.reply_tokens"),

@@ -30,7 +30,7 @@ ORDER = (
     *("trainer", "ask", "sample", "demo", "export"),
     *("program_costs", "hlo_text", "hlo_costs", "planned_recipe"),
     *("planned_programs", "plan_figures", "plan_arithmetic", "planning", "plan_report"),
-    *("cli", "__main__"),
+    *("retrieval_commands", "cli_retrieval", "cli", "__main__"),
 )
 ROOMS = {"questions", "retrieval", "models", "rollout", "rewards", "learning", "evaluation"}
 ABOVE = {"configs", "launch", "benchmarks", "tests", "docs", "psearch_jax"}
@@ -200,6 +200,7 @@ def test_every_import_is_a_dependency(root):
         "yaml": "PyYAML",
         "orbax": "orbax-checkpoint",
         "tensorflow_datasets": "tensorflow-datasets",
+        "prometheus_client": "prometheus-client",
     }
     declared = requirements(root)
     known = {name.lower() for name in declared[""] | declared["serve"] | declared["track"]}

@@ -222,10 +222,10 @@ class CollectionSearcher(CachedSearcher):
             self._directory, verify=self._options.verify, known=self.collection.parts
         )
         ranker = make_ranker(changed, self._embedder, self._options)
-        with self._lock:
+        with self._looking_up:
             self.collection, self._stamp = changed, stamp
             self._ranker, self._passages = ranker, changed.passages
-            self._cache.clear()
+            self.forget()
         return True
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:

@@ -61,10 +61,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What a build tells while it runs: a line now and then, and (vectors done, in all)."""
+    """What a build tells while it runs: a line now and then, what it needs for how many passages, and (vectors done,
+    in all)."""
 
     say: Callable[[str], None] = lambda line: None
-    needs: Callable[[Needs], None] = lambda needs: None
+    needs: Callable[[Needs, int], None] = lambda needs, count: None
     embedded: Progress | None = None
 
 
@@ -100,7 +101,7 @@ def build_part(
     store = PassageStore(work / PASSAGES)
     free = shutil.disk_usage(work).free + _bytes_under(work)
     text_bytes = (work / PASSAGES).stat().st_size
-    watch.needs(refuse_what_does_not_fit(options, count, dims, text_bytes, free))
+    watch.needs(refuse_what_does_not_fit(options, count, dims, text_bytes, free), count)
     manifest = _describe(options, embedder, count, read["digest"])
     if options.dense:
         assert embedder is not None

@@ -11,6 +11,7 @@ from retrieval.tiny_encoder import tiny_embedder
 
 from psearch_jax.config import RetrievalConfig
 from psearch_jax.errors import UserError
+from psearch_jax.retrieval import searcher as searcher_module
 from psearch_jax.retrieval.embedding import Embedder
 from psearch_jax.retrieval.index import Index, open_or_build
 from psearch_jax.retrieval.passages import Passage
@@ -191,3 +192,17 @@ def test_recall_counts_queries_with_all_needed_passages(index: Index) -> None:
         recall_at_k(searcher, ["x"], [[]], 1)
     with pytest.raises(ValueError, match="needs at least one"):
         recall_at_k(searcher, [], [], 1)
+
+
+@pytest.mark.parametrize("kind", ["bm25", "hybrid", "exact"])
+def test_a_recipe_opens_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(searcher_module, "load_embedder", lambda *args, **more: tiny_embedder())
+    matrix = "int8" if kind == "exact" else "none"
+    config = RetrievalConfig(directory=str(tmp_path), kind=kind, device_matrix=matrix)
+    found = open_searcher(config, PASSAGES)
+    for passage, hits in zip(PASSAGES, found.search(TEXTS, 2), strict=True):
+        assert hits[0].passage is passage
+    other = open_searcher(config, PASSAGES[:3])
+    assert found.fingerprint != other.fingerprint
