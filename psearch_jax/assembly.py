@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,6 +141,12 @@ def open_backend(
     """
     if config.kind == "none":
         return NoSearcher()
+    if config.urls:
+        return _open_remote(config)
+    if config.web.engine:
+        from psearch_jax.retrieval.web_engines import WebSearcher
+
+        return WebSearcher(config.web, cache_size=config.cache_size, patience=config.timeout)
     if config.index:
         options = SearchOptions(
             cache_size=config.cache_size,
@@ -151,6 +158,27 @@ def open_backend(
         return open_index(config.index, options)
     path = embedded_directory() / "corpus.jsonl" if config.corpus == "embedded" else config.corpus
     return open_searcher(config, read_corpus(path), progress)
+
+
+def _open_remote(config: RetrievalConfig) -> SearchBackend:
+    """The client of `retrieval.urls`; its packages are those of the extra `serve`."""
+    from psearch_jax.retrieval.client import RemoteSearcher
+
+    token = os.environ.get(config.token_variable, "") if config.token_variable else ""
+    if config.token_variable and not token:
+        raise UserError(
+            f"retrieval.token_variable names the environment variable {config.token_variable}, which is not set; set "
+            "it, or leave the setting empty if the servers want no token."
+        )
+    return RemoteSearcher(
+        config.urls,
+        dialect=config.dialect,
+        cache_size=config.cache_size,
+        disk_cache=config.disk_cache,
+        timeout=config.call_timeout,
+        patience=config.timeout,
+        token=token,
+    )
 
 
 def open_engine(

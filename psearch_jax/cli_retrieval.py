@@ -140,4 +140,35 @@ def delete(directory: Path, ids: tuple[str, ...], file: Path | None) -> None:
     click.echo(room.delete(directory, ids, file))
 
 
-COMMANDS: tuple[click.Command, ...] = (index,)
+@click.command()
+@_traceback
+@click.argument("directory", metavar="INDEX", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: for everybody.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--topk", type=click.IntRange(1), default=3, show_default=True, help="By default.")
+@click.option("--encoder", default="", help="Where the index's encoder is now.")
+@click.option("--reranker", default="", help="A cross-encoder's directory.")
+@click.option("--rerank-depth", type=click.IntRange(1), default=50, show_default=True)
+@click.option(
+    "--device-matrix",
+    type=click.Choice(["none", "bfloat16", "int8"]),
+    default="none",
+    help="Search exactly, with all vectors on the devices.",
+)
+@click.option("--batch", type=click.IntRange(1), default=256, help="Queries of one search.")
+@click.option("--queue", type=click.IntRange(1), default=4096, help="Queries that may wait.")
+@click.option("--deadline", type=click.FloatRange(0.001), default=30.0, help="Seconds.")
+@click.option("--max-bytes", type=click.IntRange(1), default=4 << 20, help="Of a request.")
+@click.option("--token-variable", default="PSEARCH_TOKEN", show_default=True)
+@click.option("--no-verify", is_flag=True, help="Do not compare checksums when opening.")
+def serve(**options: Any) -> None:
+    """Answer searches of INDEX over HTTP, in every published form, until it is stopped.
+
+    A bearer token is asked for where the environment variable of --token-variable holds one.
+    """
+    from psearch_jax import serve as room
+
+    room.run(**options)
+
+
+COMMANDS: tuple[click.Command, ...] = (index, serve)

@@ -43,6 +43,7 @@ __all__ = [
     "SupervisedConfig",
     "TrackingConfig",
     "TrainerConfig",
+    "WebConfig",
 ]
 
 
@@ -72,6 +73,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WebConfig:
+    """A web search engine instead of an index. Its keys: SERPAPI_API_KEY; GOOGLE_API_KEY and GOOGLE_CSE_ID;
+    BRAVE_API_KEY; TAVILY_API_KEY."""
+
+    engine: str = ""  # "serpapi", "google", "brave" or "tavily"; empty: none
+    url: str = ""  # another address of the same form; empty: the engine's own
+    cache: str = "runs/web.sqlite"  # results are kept here; empty: nowhere
+    calls_per_second: float = 1.0
+    price: float = 0.005  # of one call
+    cost_ceiling: float = 0.0  # of all calls of a run; 0: none
+    call_timeout: float = 15.0  # seconds of one call
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetrievalConfig:
     """The corpus, the index over it and how it is searched."""
 
@@ -86,9 +101,17 @@ class RetrievalConfig:
     kind: str = "scann"
     # A directory made by `psearch index build`; it says itself what corpus, encoder and kind it is of.
     index: str = ""
-    device_matrix: str = (
-        "none"  # or "bfloat16", "int8": all vectors on the devices, searched exactly
+    # Retrieval servers (`psearch serve`, or the published ones) instead of an index in this process.
+    urls: tuple[str, ...] = ()
+    dialect: str = (
+        "retrieve"  # what they speak: "retrieve" (Search-R1) or "batch_search" (ReSearch)
     )
+    token_variable: str = ""  # the environment variable with their bearer token; empty: none
+    call_timeout: float = 15.0  # seconds of one request; it is repeated until `timeout`
+    disk_cache: str = ""  # an SQLite file for their results, by the index's fingerprint
+    web: WebConfig = field(default_factory=WebConfig)
+    # Or "bfloat16", "int8": all vectors on the devices, searched exactly.
+    device_matrix: str = "none"
     reranker: str = ""  # a cross-encoder's directory; it puts the best `rerank_depth` in order
     rerank_depth: int = 50
     directory: str = "runs/index"  # indexes are kept here under their fingerprint

@@ -14,6 +14,7 @@ from psearch_jax.config import (
     ArchitectureConfig,
     CollapseConfig,
     Config,
+    RetrievalConfig,
     RewardConfig,
     RewardParts,
     SupervisedConfig,
@@ -113,12 +114,38 @@ def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             )
 
 
+def _given(config: Config, key: str) -> bool:
+    """Whether a setting of the search is other than its default."""
+    name = key.removeprefix("retrieval.")
+    return bool(getattr(config.retrieval, name) != getattr(RetrievalConfig(), name))
+
+
 def _impossible_retrieval(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     retrieval = config.retrieval
-    if retrieval.index and retrieval.kind == "none":
+    sources = {
+        "retrieval.index": bool(retrieval.index),
+        "retrieval.urls": bool(retrieval.urls),
+        "retrieval.web.engine": bool(retrieval.web.engine),
+        "retrieval.kind": retrieval.kind == "none",
+    }
+    chosen = tuple(key for key, given in sources.items() if given)
+    if len(chosen) > 1:
         yield (
-            ("retrieval.index", "retrieval.kind"),
-            "retrieval.kind=none switches searching off, and retrieval.index names an index: leave one out",
+            chosen,
+            "a search is one of an index, servers, a web engine and none: leave all but one out",
+        )
+    local = [
+        key for key in ("retrieval.device_matrix", "retrieval.reranker") if _given(config, key)
+    ]
+    if local and (retrieval.urls or retrieval.web.engine):
+        yield (
+            (*local, *chosen),
+            f"{local[0]} is of an index in this process; give it to the server (psearch serve) instead",
+        )
+    if retrieval.disk_cache and not retrieval.urls:
+        yield (
+            ("retrieval.disk_cache",),
+            "retrieval.disk_cache keeps results of retrieval.urls, and none are named: leave it empty",
         )
     if retrieval.device_matrix != "none" and not retrieval.index and retrieval.kind != "exact":
         yield (

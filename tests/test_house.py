@@ -30,7 +30,7 @@ ORDER = (
     *("trainer", "ask", "sample", "demo", "export"),
     *("program_costs", "hlo_text", "hlo_costs", "planned_recipe"),
     *("planned_programs", "plan_figures", "plan_arithmetic", "planning", "plan_report"),
-    *("retrieval_commands", "cli_retrieval", "cli", "__main__"),
+    *("retrieval_commands", "serve", "cli_retrieval", "cli", "__main__"),
 )
 ROOMS = {"questions", "retrieval", "models", "rollout", "rewards", "learning", "evaluation"}
 ABOVE = {"configs", "launch", "benchmarks", "tests", "docs", "psearch_jax"}

@@ -11,9 +11,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -88,7 +88,7 @@ class NoSearcher:
         return [[] for _ in queries]
 
 
-class CachingSearch:
+class CachingSearch(abc.ABC):
     """A search with a cache before it, in which every distinct query is looked up once a call. Safe to call from
     several threads. What looks up is `_look_up`, of a subclass."""
 
@@ -105,7 +105,9 @@ class CachingSearch:
         self._cache_size = cache_size
         self._cache: OrderedDict[tuple[str, int], tuple[Hit, ...]] = OrderedDict()
         self._lock = threading.Lock()  # of the cache and the counts
-        self._looking_up = threading.Lock() if one_at_a_time else nullcontext()
+        self._looking_up: AbstractContextManager[Any] = (
+            threading.Lock() if one_at_a_time else nullcontext()
+        )
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """See `SearchBackend`. Queries that differ in blanks only are one. Each distinct one that
