@@ -29,10 +29,14 @@ demo: $(VENV)/installed  ## learn parallel search on two cores and write a repor
 test: $(VENV)/installed-test  ## all tests (PYTEST='-m "not slow"' leaves the slow ones out)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
-lint: $(VENV)/installed-test  ## style, format and types
+lint: $(VENV)/installed-test  ## style, format, types, and the files of launch/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch
+	$(BIN)/python launch/render.py --check launch/*.yaml
+# hadolint has a package for this platform only.
+	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint launch/Dockerfile; $(BIN)/hadolint launch/Dockerfile; fi
 
 bench: $(VENV)/installed-test  ## the measurements that the README quotes (hours)
 	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" || exit; done

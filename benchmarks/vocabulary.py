@@ -38,7 +38,7 @@ def temporaries(vocabulary: int, directory: Path) -> int:
     slice_ = parse_slice(config.hardware.topology)
     mesh = make_mesh(config.mesh, open_devices(slice_))
     update = next(p for p in programs(lay_out_abstract(config, mesh)) if p.name == "update")
-    kept = Path(config.compile_cache) / "plans"
+    kept = Path("runs/compiled/plans")
     found = figures(update, mesh, slice_, kept, lambda line: print(line, file=sys.stderr))
     return found.temporary_bytes
 

@@ -50,10 +50,18 @@ class Policy:
     generation: Mapping[str, Any] | None = None  # its generation_config.json
 
 
+def compile_cache(config: Config) -> str:
+    """Where compiled programs are kept: a directory, or a bucket's address; empty: nowhere."""
+    place = config.compile_cache
+    if place == "auto":
+        place = str(Path(config.run_directory) / "compiled")
+    return place if "://" in place or not place else str(Path(place).absolute())
+
+
 def keep_compiled_programs(config: Config) -> None:
     """Keep what XLA compiles on disk, so that the same command starts in seconds the next time."""
-    if config.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compile_cache).absolute()))
+    if place := compile_cache(config):
+        jax.config.update("jax_compilation_cache_dir", place)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +80,15 @@ def _resolve(sources: Sequence[str]) -> tuple[Config, Origins]:
 
 
 @contextmanager
-def _recorded(sources: Sequence[str]) -> Iterator[Config]:
-    """As `_resolve`, written into the run directory, which nobody else can use meanwhile."""
+def _recorded(sources: Sequence[str], *, first: bool = True) -> Iterator[Config]:
+    """As `_resolve`, written into the run directory, which nobody else can use meanwhile; by the first process."""
     from psearch_jax.run_lock import held
     from psearch_jax.run_record import save_run_record
 
     config, origins = _resolve(sources)
-    with held(config.run_directory):
-        save_run_record(config, config.run_directory, sys.argv, origins)
+    with held(config.run_directory) if first else nullcontext():
+        if first:
+            save_run_record(config, config.run_directory, sys.argv, origins)
         yield config
 
 
@@ -174,11 +175,26 @@ def sample(sources: tuple[str, ...]) -> None:
 @cli.command()
 @_recipe
 @click.option("--profile", is_flag=True, help="Write a trace of three steps to RUN/profile.")
-def train(sources: tuple[str, ...], profile: bool) -> None:
-    """Train a policy by reinforcement; the same command resumes it."""
+@click.option(
+    "--coordinator",
+    default="",
+    metavar="HOST:PORT",
+    help="Of several processes: where process 0 is.",
+)
+@click.option("--processes", default=0, help="Of several processes: how many.")
+@click.option("--process", default=-1, help="Of several processes: which this is, from 0.")
+def train(
+    sources: tuple[str, ...], profile: bool, coordinator: str, processes: int, process: int
+) -> None:
+    """Train a policy by reinforcement; the same command resumes it.
+
+    The hosts of a TPU slice and the tasks of srun find each other by themselves.
+    """
+    from psearch_jax import processes as room
     from psearch_jax import trainer
 
-    with _recorded(sources) as config:
+    several = room.start(coordinator, processes, process)
+    with room.explained(), _recorded(sources, first=not several or room.is_first()) as config:
         trainer.train(config, profile=profile)
 
 

@@ -273,9 +273,9 @@ class Config:
     policy: str = "embedded"
     # A Hugging Face config.json: what `psearch plan` goes by where the policy's directory is not there.
     architecture: str = ""
-    compile_cache: str = (
-        "runs/compiled"  # compiled programs and plans are kept here; empty: nowhere
-    )
+    # Where compiled programs and the figures of plans are kept, a directory or a bucket (gs://…). "auto": compiled/ in
+    # the run directory, and for plans runs/compiled; empty: nowhere.
+    compile_cache: str = "auto"
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

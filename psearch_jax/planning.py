@@ -105,7 +105,9 @@ def plan(config: Config, topology: str = "", note: Note = lambda line: None) -> 
 def _compiled_plan(config: Config, slice_: Slice, note: Note) -> Plan:
     mesh = make_mesh(config.mesh, open_devices(slice_))
     recipe = lay_out_abstract(config, mesh)
-    directory = Path(config.compile_cache) / "plans" if config.compile_cache else None
+    # Figures of a program are the same for every run, and take minutes to make.
+    kept = "runs/compiled" if config.compile_cache == "auto" else config.compile_cache
+    directory = Path(kept) / "plans" if kept and "://" not in kept else None
     found = [
         (program, figures(program, mesh, slice_, directory, note)) for program in programs(recipe)
     ]

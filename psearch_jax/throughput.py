@@ -140,7 +140,8 @@ def rates(
     Returns:
       tokens_per_second, and as `throughput` episodes_per_second, tokens_per_second_device, episodes_per_second_device;
       mfu (model FLOPs of rollout and update over the whole step) and mfu_update (of the update over its time), None
-      where the device's peak is not known; host_memory (bytes resident).
+      where the device's peak is not known; host_memory (bytes resident), device_memory (most bytes ever in use on one
+      device, None where it does not say).
     """
     total, tokens = seconds["total"], sum(len(episode.ids) for episode in played)
     peak = peak_of(jax.devices()[0].device_kind)
@@ -159,5 +160,6 @@ def rates(
             "mfu": share(step, total),
             "mfu_update": share(update, seconds["update"]),
             "host_memory": psutil.Process().memory_info().rss,
+            "device_memory": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         },
     }

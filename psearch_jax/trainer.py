@@ -8,10 +8,10 @@ numbers (law 13).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,10 @@ from psearch_jax.assembly import (
     open_policy,
 )
 from psearch_jax.checkpoints import Checkpointer, Restored
-from psearch_jax.config import (
-    Config,
-    EvaluationConfig,
-    HardwareConfig,
-    RejectionConfig,
-    SupervisedConfig,
-    TrackingConfig,
-)
+from psearch_jax.config import Config
 from psearch_jax.config_checks import looked_for
 from psearch_jax.config_files import config_hash, flatten
+from psearch_jax.device_memory import ROLLOUT_MEMORY, UPDATE_MEMORY, memory_explained
 from psearch_jax.display import Display
 from psearch_jax.errors import Interrupted, UserError
 from psearch_jax.evaluation.records import training_records
@@ -56,7 +50,8 @@ from psearch_jax.metrics_log import EPISODES_FILE, LineFile, MetricsLog
 from psearch_jax.models.weights import save_hf_directory
 from psearch_jax.questions.question import Question
 from psearch_jax.questions.sources import load_questions
-from psearch_jax.rewards.composition import Reward, score_groups
+from psearch_jax.recipe_identity import recipe_hash
+from psearch_jax.rewards.composition import Reward, score_together
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode
 from psearch_jax.stability import go_back
@@ -149,13 +144,17 @@ class Trainer:
         # Asked to stop at once, a rollout is broken off: played again it gives the same episodes. The processes of
         # one run cannot break off at the same place; they finish the step.
         alone = processes.count() == 1
-        with self.stop.breakable() if alone else nullcontext():
+        with (
+            self.stop.breakable() if alone else nullcontext(),
+            memory_explained(ROLLOUT_MEMORY, self.done + 1),
+        ):
             groups, rewards, rewards_GxM, rollouts = self._play(clock)
         flat_G = zero_spread(rewards_GxM)
         chosen = choose_groups(flat_G, self.config.trainer.questions_per_step)
-        learned, applied = self.learner.learn(
-            [groups[g] for g in chosen], rewards_GxM[chosen], self.done + 1
-        )
+        with memory_explained(UPDATE_MEMORY, self.done + 1):
+            learned, applied = self.learner.learn(
+                [groups[g] for g in chosen], rewards_GxM[chosen], self.done + 1
+            )
         self._count_bad(applied)
         clock.lap("update")
         self.shown = training_records(
@@ -217,7 +216,7 @@ class Trainer:
             clock.lap("rollout")
             starts = range(0, len(episodes), trainer.group_size)
             new = [episodes[i : i + trainer.group_size] for i in starts]
-            scored = score_groups(self.config.reward, self.config.protocol, new, questions)
+            scored = score_together(self.config.reward, self.config.protocol, new, questions)
             rewards += [reward for group in scored for reward in group]
             groups += new
             rewards_GxM = np.array([reward.total for reward in rewards]).reshape(len(groups), -1)
@@ -255,20 +254,23 @@ class Trainer:
         saved = self.done
         if self.detector is not None and self.detector.good is None:
             self.save()
-        episodes = LineFile(Path(self.config.run_directory) / EPISODES_FILE, last_step=self.done)
-        with self.stop, episodes:
+        path = Path(self.config.run_directory) / EPISODES_FILE
+        lines = LineFile(path, last_step=self.done) if processes.is_first() else nullcontext()
+        with self.stop, lines as episodes:
             while self.done < settings.steps:
                 try:
                     metrics = self.step()
                 except StopNow:
                     metrics = None
                 else:
-                    episodes.write(*self.shown)
+                    if episodes is not None:
+                        episodes.write(*self.shown)
                 if metrics is not None and on_step is not None:
                     on_step(self.done, metrics)
                 if metrics is not None and (told := go_back(self, metrics)):
                     saved = self.done
-                    episodes.rewind(saved)
+                    if episodes is not None:
+                        episodes.rewind(saved)
                     if on_return is not None:
                         on_return(saved, told)
                 stopped = processes.agree(self.stop.asked) and self.done < settings.steps
@@ -336,45 +338,19 @@ class Trainer:
             self.learner.rate_scale = self.detector.rate_scale
 
 
-def recipe_hash(config: Config) -> str:
-    """Changes with everything that the numbers of a run depend on; not with where, how long or how often saved."""
-    steps = 0 if config.optimizer.schedule == "constant" else config.trainer.steps
-    trainer = replace(
-        config.trainer,
-        steps=steps,
-        checkpoint_every=1,
-        keep=1,
-        keep_best=False,
-        keep_every=0,
-        log_episodes=0,
-    )
-    return config_hash(
-        replace(
-            config,
-            trainer=trainer,
-            run_directory="",
-            compile_cache="",
-            supervised=SupervisedConfig(),
-            rejection=RejectionConfig(),
-            evaluation=EvaluationConfig(),
-            tracking=TrackingConfig(),
-            hardware=HardwareConfig(),
-            architecture="",
-        )
-    )
-
-
 def train(config: Config, *, profile: bool = False) -> None:
     """`psearch train`: open everything, take up a checkpoint if there is one, train, save the policy.
 
     The run directory holds checkpoints/, metrics.jsonl, tensorboard/ and, at the end, policy/ as a Hugging
     Face directory; with `profile` also profile/, a trace of three steps.
     """
+    processes.check_agreement(flatten(config))
     keep_compiled_programs(config)
     directory = Path(config.run_directory)
     trace = Trace(directory / "profile") if profile else None
     stop = GracefulStop()
-    with stop, Display() as display:
+    first = processes.is_first()  # it alone writes what there is one of, and talks
+    with stop, Display() if first else _silent() as display:
         try:
             with stop.breakable():
                 trainer, policy = _open(config, display)
@@ -384,18 +360,22 @@ def train(config: Config, *, profile: bool = False) -> None:
             ) from None
         trainer.stop = stop
         steps = config.trainer.steps
-        with MetricsLog(
-            directory, resumed_step=trainer.done or None, tracking=config.tracking
+        with (
+            MetricsLog(directory, resumed_step=trainer.done or None, tracking=config.tracking)
+            if first
+            else nullcontext()
         ) as log:
 
             def on_step(step: int, metrics: Mapping[str, Any]) -> None:
-                log.write(step, metrics)
+                if log is not None:
+                    log.write(step, metrics)
                 display.step(directory.name, step, steps, metrics)
                 if trace is not None:
                     trace.after_step()
 
             def on_return(step: int, sentence: str) -> None:
-                log.rewind(step)
+                if log is not None:
+                    log.rewind(step)
                 display.note(sentence)
 
             trainer.run(on_step, on_return)
@@ -406,6 +386,11 @@ def train(config: Config, *, profile: bool = False) -> None:
             tokenizer=policy.tokenizer,
             generation=policy.generation,
         )
+
+
+def _silent() -> Display:
+    """The display of a process that is not the first."""
+    return Display(stream=open(os.devnull, "w"), live=False)
 
 
 def _open(config: Config, display: Display) -> tuple[Trainer, Policy]:

@@ -162,3 +162,12 @@ def test_world_writes_into_a_directory(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("psearch_jax.questions.world.write_world", write)
     code, out, _ = run(capsys, "world", str(tmp_path / "w"))
     assert (code, out) == (0, f"wrote corpus.jsonl to {tmp_path / 'w'}\n")
+
+
+def test_where_compiled_programs_are_kept(tmp_path):
+    """In the run directory, where nothing else is said; a bucket's address stays as it is."""
+    from psearch_jax.assembly import compile_cache
+
+    assert compile_cache(Config(run_directory=str(tmp_path / "a"))) == str(tmp_path / "a/compiled")
+    assert compile_cache(Config(compile_cache="gs://bucket/x")) == "gs://bucket/x"
+    assert compile_cache(Config(compile_cache="")) == ""

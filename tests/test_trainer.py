@@ -303,7 +303,7 @@ def test_sigterm_saves_what_is_done_and_exits_with_0(moment, tmp_path, monkeypat
         return score_groups(*arguments)
 
     monkeypatch.setattr(trainer.learner, "learn", learned)
-    monkeypatch.setattr(trainer_module, "score_groups", scored)
+    monkeypatch.setattr(trainer_module, "score_together", scored)
     monkeypatch.setattr(ENGINE.environment.backend, "search", search)
     seen = []
     done = 3 if moment == "update" else 2
@@ -355,6 +355,28 @@ def test_bad_batches_are_counted_and_end_the_run_beyond_the_limit(tmp_path, monk
         assert arrays["tokens_RxL"].any()
     for a, b in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(PARAMS), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("phase", "sentence"),
+    [
+        ("rollout", r"memory for the rollout of step 1 .*lower rollout\.slots"),
+        ("update", r"memory for the update of step 1 .*lower algorithm\.micro_rows"),
+    ],
+)
+def test_a_device_out_of_memory_is_a_sentence(phase, sentence, tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+
+    def exhausted(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    if phase == "rollout":
+        monkeypatch.setattr(trainer.engine, "decode", exhausted)
+    else:
+        monkeypatch.setattr(trainer.learner, "update", exhausted)
+    with pytest.raises(UserError, match=sentence):
+        trainer.step()
+    assert trainer.done == trainer.position == 0
 
 
 def test_where_no_group_has_spread_one_is_scored_for_the_gap(tmp_path):

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax import processes
 from psearch_jax.config import Config
 from psearch_jax.config_checks import looked_for
 from psearch_jax.learning.batches import Sequence as Tokens
@@ -112,7 +113,12 @@ class Learner:
         self.sequences: list[Tokens] = []  # of the last step, with their advantages
 
     def _placed(self, tree: nnx.State) -> nnx.State:
-        return jax.device_put(tree, param_shardings(self.mesh, tree)) if self.mesh else tree
+        if self.mesh is None:
+            return tree
+        shardings = param_shardings(self.mesh, tree)
+        if processes.count() == 1:
+            return jax.device_put(tree, shardings)
+        return jax.jit(lambda given: given, out_shardings=shardings)(tree)
 
     @property
     def params(self) -> nnx.State:
@@ -174,7 +180,8 @@ class Learner:
             )
             learned.append(jax.device_get({**metrics, **scored}))
             if not learned[-1]["applied"]:
-                keep_bad_batch(Path(self.config.run_directory), step, batch)
+                whole = jax.tree.map(processes.to_host, batch)
+                keep_bad_batch(Path(self.config.run_directory), step, whole)
         result = merge_metrics(learned) | told | self._update_critic(critic_batches)
         result["padding"] = padding_share(batches, algorithm.micro_rows, row_shards(self.mesh))
         if algorithm.kl_target > 0:
@@ -203,14 +210,16 @@ class Learner:
             estimate_RxL = kl_estimate(
                 algorithm.kl_estimator,
                 jnp.asarray(packed.old_logprobs_RxL),
-                self.logprobs(self.reference[0], self.frozen, placed),
+                jnp.asarray(
+                    processes.to_host(self.logprobs(self.reference[0], self.frozen, placed))
+                ),
             )
             kl_RxL = np.where(policy_RxL, np.asarray(estimate_RxL), 0.0)
             divergences = unpack(kl_RxL, every, algorithm.row_length)
             told = {"kl": float(kl_RxL.sum() / max(1, policy_RxL.sum()))}
         if self.values is not None:
             state = self.state if self.critic is None else self.critic.state
-            values_RxL = np.asarray(self.values(state.params, self.frozen, placed))
+            values_RxL = processes.to_host(self.values(state.params, self.frozen, placed))
             values = unpack(values_RxL, every, algorithm.row_length)
         sequences, returns = give_advantages(
             algorithm,

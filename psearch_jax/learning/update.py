@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from psearch_jax import processes
 from psearch_jax.config import AlgorithmConfig, SamplingConfig, SupervisedConfig
 from psearch_jax.errors import UserError
 from psearch_jax.learning import aggregation, losses
@@ -62,7 +63,7 @@ def place_batch(batch: Rows, mesh: Mesh | None) -> Rows:
     """Put a batch (any named tuple of [R, L] arrays) on the devices, rows over the mesh's row axes."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, batch)
-    return jax.device_put(batch, batch_sharding(mesh))
+    return jax.tree.map(lambda array: processes.place(array, batch_sharding(mesh)), batch)
 
 
 @dataclass(frozen=True, kw_only=True)

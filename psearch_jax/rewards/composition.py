@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
+from psearch_jax import processes
 from psearch_jax.config import JudgeConfig, ProtocolConfig, RewardConfig, RewardParts
 from psearch_jax.errors import UserError
 from psearch_jax.questions.question import Question
@@ -190,6 +192,24 @@ def score_groups(
         ]
         for episodes, question in zip(groups, questions, strict=True)
     ]
+
+
+def score_together(
+    config: RewardConfig,
+    protocol: ProtocolConfig,
+    groups: Sequence[Sequence[Episode]],
+    questions: Sequence[Question],
+) -> list[list[Reward]]:
+    """`score_groups` by all processes of a run: each judges its share, and all get the same. A collective.
+
+    A judge may change its mind; so no episode is judged twice, and no two processes learn from different rewards.
+    """
+    if processes.count() == 1:
+        return score_groups(config, protocol, groups, questions)
+    own = score_groups(config, protocol, processes.share(groups), processes.share(questions))
+    told = json.dumps([[(reward.total, reward.parts) for reward in group] for group in own])
+    shares = [json.loads(text) for text in processes.gather(told)]
+    return [[Reward(*reward) for reward in group] for group in processes.interleave(shares)]
 
 
 def _weights(config: RewardConfig) -> dict[str, float]:
