@@ -164,7 +164,7 @@ def make_ranker(
         counted = [part.words for part in parts if part.words is not None]
         words = [LexicalRanker(own.among(counted), fingerprint) for own in counted]
         rankers.append(PartsRanker(words, counts, collection.deleted, fingerprint))
-    ranker = rankers[0] if len(rankers) == 1 else FusedRanker(rankers)
+    ranker: Ranker = rankers[0] if len(rankers) == 1 else FusedRanker(rankers)
     if options.reranker is not None:
         ranker = RerankedRanker(ranker, options.reranker, collection.passages, options.rerank_depth)
     return ranker
@@ -195,23 +195,27 @@ class CollectionSearcher(CachedSearcher):
         self._follow = follow
         self._stamp = self._stamp_now()
         self.collection = open_collection(self._directory, verify=options.verify)
-        manifest = self.collection.manifest
-        if manifest.kind == "bm25" and options.device_matrix != "none":
-            raise UserError(
-                f"{directory} is an index of words and has no vectors to put on devices; leave the device matrix out."
-            )
-        if manifest.kind != "bm25" and (
-            embedder is None or embedder.fingerprint != manifest.encoder_hash
-        ):
-            raise UserError(
-                f"{directory} was built with the encoder {manifest.encoder} {manifest.encoder_use}; "
-                "search it with the same one."
-            )
+        self._check(self.collection)
         ranker = make_ranker(self.collection, embedder, options)
         super().__init__(ranker, self.collection.passages, options.cache_size)
 
     def __len__(self) -> int:
         return len(self.collection)
+
+    def _check(self, collection: OpenCollection) -> None:
+        """UserError where this encoder or this way of searching is not of a collection."""
+        manifest = collection.manifest
+        if manifest.kind == "bm25" and self._options.device_matrix != "none":
+            raise UserError(
+                f"{self._directory} is an index of words and has no vectors to put on devices; leave the device matrix "
+                "out."
+            )
+        own = self._embedder.fingerprint if self._embedder is not None else ""
+        if own != manifest.encoder_hash:
+            raise UserError(
+                f"{self._directory} was built with the encoder {manifest.encoder} {manifest.encoder_use}; "
+                "search it with the same one."
+            )
 
     def refresh(self) -> bool:
         """Take up what changed on disk since; returns whether anything did. Searches wait meanwhile."""
@@ -221,6 +225,7 @@ class CollectionSearcher(CachedSearcher):
         changed = open_collection(
             self._directory, verify=self._options.verify, known=self.collection.parts
         )
+        self._check(changed)  # somebody may have put another index there
         ranker = make_ranker(changed, self._embedder, self._options)
         with self._looking_up:
             self.collection, self._stamp = changed, stamp

@@ -104,11 +104,10 @@ def plan_batches(
 ) -> list[Batch]:
     """Cover texts of these token counts, longest first, by batches of at most about `batch_tokens` tokens.
 
-    A batch that the texts of its own length do not fill takes the next shorter ones, so only the very last
-    batch has empty rows. Equal lengths keep their order: the plan depends on nothing but its arguments.
-    row_multiple: the rows of every batch are a multiple of it, one multiple at least.
-    padded_lengths: for corpora that come in blocks, instead of the best ones for these texts; then the rows of the
-    last batch are a step times a power of two, so that all blocks need the same few shapes.
+    A batch that the texts of its own length do not fill takes the next shorter ones, so only the very last batch has
+    empty rows. Equal lengths keep their order. row_multiple: of the rows of every batch. padded_lengths: instead of
+    the best ones for these texts, for corpora that come in blocks; then the rows of the last batch are a step times a
+    power of two, so that all blocks need the same few shapes.
     """
     step = math.lcm(ROW_STEP, row_multiple)
     order = np.argsort(-np.asarray(lengths, int), kind="stable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,19 @@ T = TypeVar("T")
 PASSING = frozenset((408, 425, 429, *range(500, 600)))
 TRIP_AFTER = 3  # failures in a row after which a server is left alone
 REST, LONGEST_REST = 0.5, 30.0  # seconds; doubled with every failure after a rest
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        return bool(
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and parts.username is None
+            and parts.port != 0
+        )
+    except ValueError:  # the port is no number
+        return False
 
 
 class CallFailed(Exception):
@@ -60,9 +74,10 @@ class Endpoints:
         Raises:
           UserError: no address, or one that is none.
         """
+        # At the level INFO httpx logs whole addresses, and those of web engines hold keys.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
+            if not _is_address(url):
                 raise UserError(
                     f"{setting} has {url!r}, which is no address; write http://host:port, without a name or password."
                 )

@@ -221,6 +221,7 @@ def open_searcher(
     (`progress` is called with texts embedded and in all); words are counted anew."""
     if config.kind == "none":
         return NoSearcher()
+    reranker = open_reranker(config)
     rankers: list[Ranker] = []
     if config.kind != "bm25":
         embedder = load_embedder(
@@ -233,18 +234,18 @@ def open_searcher(
         )
         dense = "scann" if config.kind == "hybrid" else config.kind
         index = open_or_build(passages, embedder, replace(config, kind=dense), progress)
-        check_fits(index.manifest, embedder, len(passages), corpus_fingerprint(passages))
         if config.device_matrix != "none":
             mesh = local_mesh()
             neighbours = DeviceNeighbours(index.vectors_NxE, mesh, config.device_matrix)
             index = replace(index, neighbours=neighbours)
+        if config.kind != "hybrid" and reranker is None:
+            return Searcher(index, embedder, passages, config.cache_size)
         rankers.append(DenseRanker(index, embedder))
     if config.kind in ("bm25", "hybrid"):
         words = LexicalIndex.build(getattr(passage, config.embed) for passage in passages)
         parts = [corpus_fingerprint(passages), config.embed, lexical_parameters(), bm25s_version()]
         rankers.append(LexicalRanker(words, short_hash(parts)))
-    ranker = rankers[0] if len(rankers) == 1 else FusedRanker(rankers)
-    reranker = open_reranker(config)
+    ranker: Ranker = rankers[0] if len(rankers) == 1 else FusedRanker(rankers)
     if reranker is not None:
         ranker = RerankedRanker(ranker, reranker, passages, config.rerank_depth)
     return CachedSearcher(ranker, passages, config.cache_size)

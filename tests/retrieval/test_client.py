@@ -163,8 +163,9 @@ def test_a_dead_server_is_left_alone_and_the_load_is_shared(local: CachedSearche
 def test_no_server_two_indexes_and_addresses_that_are_none(local: CachedSearcher) -> None:
     with pytest.raises(UserError, match="No retrieval server answers"):
         RemoteSearcher(["http://127.0.0.1:9"], timeout=1)
-    with pytest.raises(UserError, match="no address"):
-        RemoteSearcher(["localhost:8000"])
+    for url in ("localhost:8000", "http://me:secret@host", "http://host:many", "http://"):
+        with pytest.raises(UserError, match="no address"):
+            RemoteSearcher([url])
     with (
         answering(Published(local, "a")) as one,
         answering(Published(local, "b")) as two,

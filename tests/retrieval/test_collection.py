@@ -148,6 +148,16 @@ def test_add_and_delete_are_seen_by_a_searcher_that_follows(tmp_path: Path) -> N
     assert ids(following, text)[0] == "p7"
 
 
+def test_an_index_of_another_encoder_in_its_place_is_not_searched(tmp_path: Path) -> None:
+    directory = tmp_path / "index"
+    build(directory)
+    following = searcher(directory, follow=True)
+    other = tiny_embedder(fingerprint="b")
+    create(directory, lambda: iter(CORPUS), EXACT, other, source="test", replace=True)
+    with pytest.raises(UserError, match="search it with the same one"):
+        following.search(["Lyon"], 1)
+
+
 def test_what_cannot_be_added_or_deleted(tmp_path: Path) -> None:
     directory = tmp_path / "index"
     before = build(directory)

@@ -204,5 +204,6 @@ def test_a_recipe_opens_every_kind(
     found = open_searcher(config, PASSAGES)
     for passage, hits in zip(PASSAGES, found.search(TEXTS, 2), strict=True):
         assert hits[0].passage is passage
+    assert isinstance(found, Searcher) == (kind == "exact")  # the demo counts the index's passages
     other = open_searcher(config, PASSAGES[:3])
     assert found.fingerprint != other.fingerprint
