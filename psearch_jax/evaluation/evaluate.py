@@ -13,31 +13,30 @@ import json as json_text
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
 from psearch_jax.assembly import keep_compiled_programs, open_backend, open_engine, open_policy
 from psearch_jax.config import Config, ProtocolConfig, SamplingConfig
 from psearch_jax.config_files import to_yaml
 from psearch_jax.display import Display
 from psearch_jax.errors import UserError
-from psearch_jax.evaluation.baselines import BASELINES, desk_of, policy_prompts
+from psearch_jax.evaluation.baselines import BASELINES, policy_prompts
 from psearch_jax.evaluation.metrics import summarize
-from psearch_jax.evaluation.records import episode_facts, scored, spelling
+from psearch_jax.evaluation.players import EngineUse, Part, episode_player, script_player
+from psearch_jax.evaluation.records import scored
 from psearch_jax.evaluation.results import SAMPLED, add_row, counts_line, rows_file
-from psearch_jax.evaluation.scripts import Desk, Script, play_scripts
 from psearch_jax.metrics_log import LineFile, read_lines, write_atomically
 from psearch_jax.questions.question import Question
 from psearch_jax.questions.sources import load
 from psearch_jax.rewards.judge import AnswerJudge, Case, Judge, Verdict
 from psearch_jax.rollout.engine import Engine
-from psearch_jax.rollout.episode import Request
-from psearch_jax.rollout.protocol import well_formed
+
+_JUDGED = 32  # answers that a judge is asked about at a time
 
 
 def parameters_fingerprint(params: Any) -> str:
@@ -51,10 +50,6 @@ def parameters_fingerprint(params: Any) -> str:
         digest.update(f"{jax.tree_util.keystr(path)}{value.shape}{value.dtype}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()[:16]
-
-
-#: Plays a part of the episodes: (question number, sample number) each → `episode_facts` each.
-Play: TypeAlias = Callable[[Sequence[tuple[int, int]]], list[dict[str, Any]]]
 
 
 def evaluate(
@@ -96,8 +91,8 @@ def evaluate(
       seed: of the sampling key and of the bootstrap. An episode depends on its question's place and its
         sample number only, so a resumed evaluation equals an unbroken one.
       draws: bootstrap draws.
-      chunk: episodes between two writes; what a kill loses at most. 0: sixteen for every slot, since the slots run
-        empty at the end of each chunk.
+      chunk: episodes in one rollout. 0: sixteen for every slot, since the slots run empty at its end. Each has its
+        line as soon as it has ended, so that a kill loses those that were being played.
       stale: what to do with lines that were played under other settings.
       on_progress: called with (episodes done, episodes in all).
 
@@ -122,13 +117,13 @@ def evaluate(
     key, use = jax.random.key(seed), EngineUse()
     if baseline:
         settings["baseline"] = baseline
-        play = _script_player(engine, params, questions, BASELINES[baseline], key, sampling, use)
+        play = script_player(engine, params, questions, BASELINES[baseline], key, sampling, use)
     else:
         texts = (
             prompts(questions) if prompts else policy_prompts(protocol, questions, engine.tokenizer)
         )
         settings["prompts"] = _digest(texts)
-        play = _episode_player(engine, params, questions, texts, key, sampling, protocol, use)
+        play = episode_player(engine, params, questions, texts, key, sampling, protocol, use)
     if judge is not None:
         settings["judge"] = judge.config.model if isinstance(judge, Judge) else type(judge).__name__
     path = rows_file(run_directory, name)
@@ -143,26 +138,15 @@ def evaluate(
         if (question.id, member) not in done
     ]
     total = len(questions) * samples
-    if on_progress:
-        on_progress(total - len(todo), total)
+    writer = _Writer(questions, total - len(todo), total, judge, use, on_progress)
     size = chunk or 16 * engine.rollout_config.slots
     with LineFile(path) as lines:
         for start in range(0, len(todo), size):
-            part = todo[start : start + size]
-            began = time.monotonic()
-            played = play(part)
-            seconds = round((time.monotonic() - began) / len(part), 4)
-            records = [
-                {**scored(questions[group], facts, sample=member), "seconds": seconds}
-                for facts, (group, member) in zip(played, part, strict=True)
-            ]
-            if judge is not None:
-                records = judged(judge, records)
-            lines.write(*records)
-            if on_progress:
-                on_progress(total - len(todo) + start + len(part), total)
+            writer.begin(todo[start : start + size], lines)
+            play(writer.part, writer.ended)
+            writer.flush()
 
-    records = read_lines(path)
+    records = _in_order(path, questions)
     found = {(record["id"], record["sample"]) for record in records}
     if len(records) != total or len(found) != total:
         raise UserError(
@@ -176,63 +160,67 @@ def evaluate(
     }
 
 
-def _episode_player(
-    engine: Engine,
-    params: Any,
-    questions: Sequence[Question],
-    texts: Sequence[str],
-    key: Array,
-    sampling: SamplingConfig,
-    protocol: ProtocolConfig,
-    use: EngineUse,
-) -> Play:
-    """Episodes of the policy."""
-    decode = spelling(engine.decode_text)
+class _Writer:
+    """Scores what has ended and writes its line at once."""
 
-    def play(part: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-        requests = [
-            Request(
-                question=questions[group],
-                prompt_ids=engine.encode(texts[group]),
-                group=group,
-                member=member,
-            )
-            for group, member in part
-        ]
-        episodes = engine.rollout(params, requests, key=key, sampling=sampling, protocol=protocol)
-        use.add(engine.stats)
-        return [
-            episode_facts(
-                episode,
-                decode=decode,
-                well_formed=lambda played: well_formed(protocol, played),
-            )
-            for episode in episodes
-        ]
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        done: int,
+        total: int,
+        judge: AnswerJudge | None,
+        use: EngineUse,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.questions, self.judge, self.use = questions, judge, use
+        self.done, self.total, self.on_progress = done, total, on_progress
+        self.part: Part = ()
+        self.waiting: list[dict[str, Any]] = []
+        self.last = time.monotonic()
+        if on_progress:
+            on_progress(done, total)
 
-    return play
+    def begin(self, part: Part, lines: LineFile) -> None:
+        """A part is played next."""
+        self.part, self.lines = part, lines
+
+    def ended(self, place: int, facts: dict[str, Any]) -> None:
+        """The facts of an episode of the part. Its seconds are those since the line before it, so that they add up
+        to those of the whole evaluation, however many are played at one time."""
+        group, member = self.part[place]
+        now = time.monotonic()
+        seconds, self.last = round(now - self.last, 4), now
+        line = scored(self.questions[group], facts, sample=member)
+        self.waiting.append({**line, "seconds": seconds})
+        if self.judge is None or len(self.waiting) >= _JUDGED:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait for the judge."""
+        records = self.waiting
+        if self.judge is not None:
+            records = judged(self.judge, records)
+        self.lines.write(*records)
+        self.done += len(records)
+        self.waiting = []
+        if records and self.on_progress:
+            self.on_progress(self.done, self.total)
 
 
-def _script_player(
-    engine: Engine,
-    params: Any,
-    questions: Sequence[Question],
-    script: Callable[[Desk, Question], Script],
-    key: Array,
-    sampling: SamplingConfig,
-    use: EngineUse,
-) -> Play:
-    """A baseline's calls."""
-    desk = desk_of(engine)
+def _in_order(path: Path, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    """The lines of a finished results file in the order of the questions, in which they are left there: so a file does
+    not show whether it was written in one go."""
+    records = read_lines(path)
+    places = {question.id: place for place, question in enumerate(questions)}
 
-    def play(part: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-        scripts = [
-            (questions[group], script(desk, questions[group]), group, member)
-            for group, member in part
-        ]
-        return play_scripts(engine, params, scripts, key=key, sampling=sampling, on_rollout=use.add)
+    def place_of(record: dict[str, Any]) -> tuple[int, int]:
+        return places.get(record["id"], len(places)), record["sample"]
 
-    return play
+    ordered = sorted(records, key=place_of)
+    if ordered != records:
+        text = "".join(json_text.dumps(r, ensure_ascii=False) + "\n" for r in ordered)
+        write_atomically(path, text)
+    return ordered
 
 
 def judged(judge: AnswerJudge, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -252,33 +240,6 @@ def judged(judge: AnswerJudge, records: Sequence[dict[str, Any]]) -> list[dict[s
         verdict = next(verdicts) if record["answer"] else Verdict(value=0.0)
         lines.append({**record, "judge": verdict.value, "judge_failed": verdict.failed})
     return lines
-
-
-class EngineUse:
-    """What evaluating cost: the engine's figures added up over its rollouts, and the time outside it."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.rollouts = self.room = self.drawn = 0
-        self.inside = 0.0
-
-    def add(self, stats: Mapping[str, Any]) -> None:
-        """The figures of one more rollout (`Engine.stats`)."""
-        self.rollouts += 1
-        self.room += stats["decode_steps"] * stats["decode_rows"]
-        self.drawn += stats["forwarded"]["policy"]
-        self.inside += stats["seconds"]["total"]
-
-    def figures(self) -> dict[str, Any]:
-        """Occupancy: rows of decoding blocks that drew a token, of all their rows in all steps, the emptying ends of
-        the chunks included."""
-        seconds = time.monotonic() - self.began
-        return {
-            "rollouts": self.rollouts,
-            "occupancy": self.drawn / self.room if self.room else None,
-            "seconds": round(seconds, 3),
-            "outside_share": max(0.0, 1 - self.inside / seconds) if self.rollouts else None,
-        }
 
 
 def run(config: Config, *, json: bool = False) -> dict[str, Any]:

@@ -127,6 +127,7 @@ def play_scripts(
     key: Array,
     sampling: SamplingConfig,
     on_rollout: Callable[[dict[str, Any]], None] | None = None,
+    on_end: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Plays every script to its end.
 
@@ -134,6 +135,7 @@ def play_scripts(
       scripts: (question, script, group, member) each. The n-th text of a script is drawn with
         `fold_in(key, n)`, its group and its member, whatever is played beside it.
       on_rollout: gets the engine's figures of every rollout.
+      on_end: gets the facts of each script when it has ended, with its place.
 
     Returns:
       `facts` of each, in order.
@@ -141,7 +143,7 @@ def play_scripts(
     plays = [_Play(script=script, question=question) for question, script, _, _ in scripts]
     for play in plays:
         play.go_on()
-    round_ = 0
+    round_, ended = 0, set[int]()
     while any(play.wants is not None for play in plays):
         while searching := [play for play in plays if isinstance(play.wants, Search)]:
             _search(engine, searching)
@@ -152,6 +154,10 @@ def play_scripts(
         ]
         _write(engine, params, writing, jax.random.fold_in(key, round_), sampling, on_rollout)
         round_ += 1
+        for at, play in enumerate(plays):
+            if on_end is not None and play.wants is None and at not in ended:
+                ended.add(at)
+                on_end(at, play.facts())
     return [play.facts() for play in plays]
 
 

@@ -155,12 +155,14 @@ class Engine:
         protocol: ProtocolConfig | None = None,
         end_ids: Sequence[int] | None = None,
         on_event: Callable[[Event], None] | None = None,
+        on_end: Callable[[int, Episode], None] | None = None,
     ) -> list[Episode]:
         """Play one episode for every request and return them in that order.
 
         An episode depends on its prompt, `fold_in(fold_in(key, group), member)`, its sampling settings and the
         search results, and on nothing else. `protocol` and `end_ids` replace the engine's for this call.
-        `on_event` gets an `Event` for everything that is appended. Afterwards `stats` holds the figures.
+        `on_event` gets an `Event` for everything that is appended, `on_end` each episode when it has ended, with its
+        place among the requests. Afterwards `stats` holds the figures.
 
         Raises UserError for an empty prompt or one that does not fit the context.
         """
@@ -174,6 +176,7 @@ class Engine:
             protocol=protocol or self.protocol,
             end_ids=self.end_ids if end_ids is None else tuple(end_ids),
             on_event=on_event,
+            on_end=on_end,
         )
         episodes = player.play()
         self.stats = player.stats()

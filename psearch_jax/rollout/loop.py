@@ -42,6 +42,7 @@ class Player:
         protocol: ProtocolConfig,
         end_ids: tuple[int, ...],
         on_event: Callable[[Event], None] | None,
+        on_end: Callable[[int, Episode], None] | None = None,
     ):
         self.engine, self.params, self.protocol = engine, params, protocol
         self.slots, self.context = engine.rollout_config.slots, engine.rollout_config.context
@@ -50,7 +51,7 @@ class Player:
         self.key = jax.random.wrap_key_data(key) if is_raw else key
         self.end_ids = frozenset(end_ids)
         self.pauses_V = engine.pauses(protocol, end_ids)
-        self.on_event = on_event
+        self.on_event, self.on_end = on_event, on_end
         self.queue = deque(enumerate(zip(requests, samplings, strict=True)))
         self.runs = Runs(slots=self.slots, pieces=engine.pieces)
         self.seats: list[Seat | None] = [None] * self.slots
@@ -346,6 +347,8 @@ class Player:
         self.episodes[seat.index] = seat.episode
         self.seats[seat.slot] = None
         self._emit(seat, "end", reason)
+        if self.on_end is not None:
+            self.on_end(seat.index, seat.episode)
 
     def _show(self, seat: Seat, text: str, ids: Sequence[int], *, complete: bool) -> None:
         """Emit the new text of a turn; characters whose bytes are not all there yet wait."""
