@@ -14,8 +14,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from io import TextIOBase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -256,7 +257,8 @@ def run(config: Config, *, json: bool = False) -> dict[str, Any]:
     row = settings.baseline or directory.resolve().name
     name = row if settings.temperature == 0 else row + SAMPLED
     keep_compiled_programs(config)
-    with Display(stream=sys.stderr, live=False) if json else Display() as display:
+    beside = Display(stream=cast(TextIOBase, sys.stderr), live=False) if json else Display()
+    with beside as display:
         loaded = load(config.data, settings.split)  # the cheapest to fail comes first
         if loaded.problems:
             display.note(f"{config.data.questions}: {loaded.report()}")
