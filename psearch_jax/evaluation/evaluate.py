@@ -99,7 +99,7 @@ def evaluate(
 
     Returns:
       `metrics.summarize` of all lines with the settings under "settings", the "mode", and under "engine" figures of
-      what was played now: occupancy of the slots, seconds, and the share of them outside the engine.
+      what was played: occupancy of the slots, seconds, and the share of them outside the engine.
 
     Raises:
       UserError: no or duplicate questions, a damaged results file, or stale lines.
@@ -115,20 +115,22 @@ def evaluate(
         "protocol": _digest(dataclasses.asdict(protocol)),
         "questions": _digest([[q.id, q.text, list(q.golden_answers)] for q in questions]),
     }
-    key, use = jax.random.key(seed), EngineUse()
     if baseline:
         settings["baseline"] = baseline
-        play = script_player(engine, params, questions, BASELINES[baseline], key, sampling, use)
     else:
         texts = (
             prompts(questions) if prompts else policy_prompts(protocol, questions, engine.tokenizer)
         )
         settings["prompts"] = _digest(texts)
-        play = episode_player(engine, params, questions, texts, key, sampling, protocol, use)
     if judge is not None:
         settings["judge"] = judge.config.model if isinstance(judge, Judge) else type(judge).__name__
     path = rows_file(run_directory, name)
     _begin(path, settings, stale)
+    key, use = jax.random.key(seed), EngineUse(path)
+    if baseline:
+        play = script_player(engine, params, questions, BASELINES[baseline], key, sampling, use)
+    else:
+        play = episode_player(engine, params, questions, texts, key, sampling, protocol, use)
 
     known = {question.id for question in questions}
     done = {(line["id"], line["sample"]) for line in read_lines(path) if line["id"] in known}
@@ -146,6 +148,7 @@ def evaluate(
             writer.begin(todo[start : start + size], lines)
             play(writer.part, writer.ended)
             writer.flush()
+    use.keep()
 
     records = _in_order(path, questions)
     found = {(record["id"], record["sample"]) for record in records}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxtyping import Array
@@ -12,6 +14,7 @@ from psearch_jax.config import ProtocolConfig, SamplingConfig
 from psearch_jax.evaluation.baselines import desk_of
 from psearch_jax.evaluation.records import episode_facts, spelling
 from psearch_jax.evaluation.scripts import Desk, Script, play_scripts
+from psearch_jax.metrics_log import write_atomically
 from psearch_jax.questions.question import Question
 from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.episode import Episode, Request
@@ -99,19 +102,34 @@ def script_player(
 
 
 class EngineUse:
-    """What evaluating cost: the engine's figures added up over its rollouts, and the time outside it."""
+    """What evaluating cost: the engine's figures added up over its rollouts, and the time outside it.
 
-    def __init__(self) -> None:
+    Kept beside the lines, so that an evaluation that went on has the figures of all its parts, and one that had
+    nothing left to play those of when it was played. What a kill cut off is missing from them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of the lines."""
         self.began = time.monotonic()
-        self.rollouts = self.room = self.drawn = 0
-        self.inside = self.scoring = 0.0
+        self.path = path.with_suffix(".engine.json")
+        self.sums = dict.fromkeys(
+            ("rollouts", "room", "drawn", "inside", "scoring", "seconds"), 0.0
+        )
+        if path.exists():
+            try:
+                kept = json.loads(self.path.read_text(encoding="utf-8"))
+                self.sums |= {name: float(kept[name]) for name in self.sums}
+            except (OSError, ValueError, TypeError, LookupError):
+                pass  # figures about the evaluation, not results of it
+        self.played = False
 
     def add(self, stats: Mapping[str, Any]) -> None:
         """The figures of one more rollout (`Engine.stats`)."""
-        self.rollouts += 1
-        self.room += stats["decode_steps"] * stats["decode_rows"]
-        self.drawn += stats["forwarded"]["policy"]
-        self.inside += stats["seconds"]["total"]
+        self.played = True
+        self.sums["rollouts"] += 1
+        self.sums["room"] += stats["decode_steps"] * stats["decode_rows"]
+        self.sums["drawn"] += stats["forwarded"]["policy"]
+        self.sums["inside"] += stats["seconds"]["total"]
 
     def beside(self, function: Callable[..., None]) -> Callable[..., None]:
         """The function, its seconds taken off the engine's: it is called in the middle of a rollout."""
@@ -119,19 +137,25 @@ class EngineUse:
         def timed(*arguments: Any) -> None:
             began = time.monotonic()
             function(*arguments)
-            self.scoring += time.monotonic() - began
+            self.sums["scoring"] += time.monotonic() - began
 
         return timed
 
+    def keep(self) -> None:
+        """Write the sums, if anything was played."""
+        if self.played:
+            self.sums["seconds"] += time.monotonic() - self.began
+            self.began, self.played = time.monotonic(), False
+            write_atomically(self.path, json.dumps(self.sums) + "\n")
+
     def figures(self) -> dict[str, Any]:
         """Occupancy: rows of decoding blocks that drew a token, of all their rows in all steps, the emptying ends of
-        the chunks included."""
-        seconds = time.monotonic() - self.began
+        the chunks included. Outside share: of the seconds, those that the engine did not need."""
+        sums = self.sums
+        inside = sums["inside"] - sums["scoring"]
         return {
-            "rollouts": self.rollouts,
-            "occupancy": self.drawn / self.room if self.room else None,
-            "seconds": round(seconds, 3),
-            "outside_share": max(0.0, 1 - (self.inside - self.scoring) / seconds)
-            if self.rollouts
-            else None,
+            "rollouts": int(sums["rollouts"]),
+            "occupancy": sums["drawn"] / sums["room"] if sums["room"] else None,
+            "seconds": round(sums["seconds"], 3),
+            "outside_share": max(0.0, 1 - inside / sums["seconds"]) if sums["seconds"] else None,
         }
