@@ -18,6 +18,7 @@ from psearch_jax.evaluation.baselines import (
     without_search,
 )
 from psearch_jax.evaluation.evaluate import evaluate, parameters_fingerprint
+from psearch_jax.evaluation.players import EngineUse
 from psearch_jax.evaluation.results import (
     add_row,
     counts_line,
@@ -95,7 +96,7 @@ def test_law_13_a_killed_evaluation_ends_with_the_same_lines(toy, tmp_path, kept
     lines = expected.splitlines(keepends=True)
     path.write_text("".join(lines[:kept]) + lines[kept][:40])
     again = play(toy, tmp_path / "cut", **options)
-    whole.pop("engine"), again.pop("engine")  # what was played now
+    whole.pop("engine"), again.pop("engine")  # seconds differ
     assert again == whole
     assert untimed(path.read_text()) == untimed(expected)
     assert whole["questions"] == 7
@@ -292,3 +293,29 @@ def test_law_12_no_question_of_hotpotqa_is_lost_through_a_kill_and_a_partial_bat
     assert kinds == {"parallelizable": 1487, "bridge": 5918}
     yes = sum(question.golden_answers == ("yes",) for question in questions)
     assert summary["right"] == yes
+
+
+def test_the_engine_s_figures_are_those_of_all_parts(tmp_path):
+    """Two parts add up, a call without anything to play says the same, and lines played anew start from nothing."""
+    stats = {
+        "decode_steps": 10,
+        "decode_rows": 4,
+        "forwarded": {"policy": 36},
+        "seconds": {"total": 0.0},
+    }
+    path = tmp_path / "row.jsonl"
+    use = EngineUse(path)
+    use.add(stats)
+    use.keep()
+    path.write_text("{}\n")
+    use = EngineUse(path)
+    use.add(stats | {"forwarded": {"policy": 32}})
+    use.beside(lambda number: None)(1)
+    use.keep()
+    figures = use.figures()
+    assert (figures["rollouts"], figures["occupancy"]) == (2, pytest.approx(68 / 80))
+    use = EngineUse(path)
+    use.keep()
+    assert use.figures() == figures
+    path.unlink()
+    assert EngineUse(path).figures()["rollouts"] == 0
