@@ -224,9 +224,9 @@ class ModelConfig:
         "float32"  # of the parameters; bfloat16 halves those that adapters leave frozen
     )
     compute_dtype: str = "auto"  # bfloat16 on accelerators, float32 on CPU
-    remat: str = (
-        "none"  # what the backward pass finds: "none" (all kept), "dots" or "full" (all recomputed)
-    )
+    # What the backward pass finds: "none" (all kept), "dots" (what weights multiplied), "attention" (of each layer its
+    # input, keys, values and what attention gave; the rest is computed again) or "full" (the inputs alone).
+    remat: str = "none"
     attention: str = (
         "auto"  # "plain", "dot_product", "splash", or "auto": splash on TPU where it can
     )

@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "retrieval.encoder_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.compute_dtype": ("auto", "float32", "bfloat16"),
-    "model.remat": ("none", "dots", "full"),
+    "model.remat": ("none", "dots", "attention", "full"),
     "model.attention": ("auto", "plain", "dot_product", "splash"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
     "protocol.opening": ("last", "first"),

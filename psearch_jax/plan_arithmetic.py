@@ -87,7 +87,13 @@ def reckon(config: Config, devices: int) -> Reckoned:
     heads = (sizes.num_heads + 2 * sizes.num_kv_heads * sizes.kv_repeat) * sizes.head_dim // tensor
     projected = heads + 2 * sizes.intermediate_size // tensor + 2 * sizes.hidden_size
     everything = 2 * projected + 6 * sizes.hidden_size + sizes.intermediate_size // tensor
-    kept = {"none": everything, "dots": projected + sizes.hidden_size, "full": sizes.hidden_size}
+    kept = {
+        "none": everything,
+        "dots": projected + sizes.hidden_size,
+        "attention": heads
+        + sizes.hidden_size,  # keys, values, and what attention gave, as wide as the queries
+        "full": sizes.hidden_size,
+    }
     layer = 2 * sizes.num_heads * sizes.head_dim + 2 * sizes.num_kv_heads * sizes.head_dim
     layer = (layer + 3 * sizes.intermediate_size) * sizes.hidden_size * width // tensor
     vocabulary = sizes.vocab_size // (shape["fsdp"] * tensor * shape["sequence"])
@@ -179,8 +185,13 @@ def _candidates(config: Config, devices: int, playing: bool) -> list[tuple[str, 
             offer(
                 "fewer logits at a time", algorithm={"logprob_chunk": algorithm.logprob_chunk // 2}
             )
+        if model.remat in ("none", "dots"):
+            offer("a quarter more computation", model={"remat": "attention"})
         if model.remat != "full":
-            offer("a third more computation", model={"remat": "full"})
+            more = (
+                "attention once more" if model.remat == "attention" else "a third more computation"
+            )
+            offer(more, model={"remat": "full"})
     if mesh.data not in (1, -1) or (mesh.data == -1 and mesh.fsdp * mesh.tensor < devices):
         offer(
             "parameters cut over all chips",

@@ -50,11 +50,12 @@ class Figures:
     needed_bytes: int = 0
     flops: float = 0.0  # of one call over all chips, counted in the jaxpr with loop lengths
     kernel_flops: float = 0.0  # of these, inside Pallas kernels
+    kernel_calls: float = 0.0  # of Pallas kernels over all chips, by the jaxpr
     chip_flops: float = 0.0  # matmuls that this chip computes, counted in the compiled program; kernels not included
     cycles: float = 0.0
     waiting_seconds: float = 0.0  # for collectives
     exposed_seconds: float = 0.0  # of collectives beside computation that is shorter than they are
-    kernels: float = 0.0
+    kernels: float = 0.0  # calls of Pallas kernels on this chip, counted in the compiled program
     moved: dict[str, float] = field(default_factory=dict)  # collective → bytes received
     compile_seconds: float = 0.0
 
@@ -83,6 +84,10 @@ class Figures:
         matmuls = self.flops - self.kernel_flops
         return self.chip_flops * slice_.chips / matmuls if matmuls else 1.0
 
+    def kernels_repeated(self, slice_: Slice) -> float:
+        """The same for calls of Pallas kernels: what the compiled program runs over what was counted."""
+        return self.kernels * slice_.chips / self.kernel_calls if self.kernel_calls else 1.0
+
 
 def figures(
     program: PlannedProgram,
@@ -99,15 +104,15 @@ def figures(
       note: gets one line before and one after compiling.
     """
     traced = program.function.trace(*program.arguments, **program.options)
-    flops = jaxpr_flops(traced.jaxpr.jaxpr, while_steps=program.while_steps)
+    counted = _counted(jaxpr_flops(traced.jaxpr.jaxpr, while_steps=program.while_steps))
     lowered = traced.lower()
     path = directory / f"{_content(lowered, program, slice_)}.json" if directory else None
     if path is not None and (kept := _read(path)):
         note(f"{program.name}: {program.what} (kept from an earlier plan)")
-        return kept
+        return dataclasses.replace(kept, **counted)
     note(f"{program.name}: {program.what}, compiling …")
     start = time.monotonic()
-    found = _compiled(lowered, flops, program, mesh, slice_)
+    found = _compiled(lowered, counted, program, mesh, slice_)
     found = dataclasses.replace(found, compile_seconds=round(time.monotonic() - start, 1))
     note(f"{program.name}: compiled in {found.compile_seconds:.0f} s")
     if path is not None:
@@ -115,10 +120,18 @@ def figures(
     return found
 
 
+def _counted(flops: Flops) -> dict[str, float]:
+    """What of a program's figures is counted in its jaxpr: anew each time, it is not worth keeping."""
+    return {
+        "flops": flops.total,
+        "kernel_flops": flops.kernel,
+        "kernel_calls": flops.kernel_calls,
+    }
+
+
 def _compiled(
-    lowered: Any, flops: Flops, program: PlannedProgram, mesh: Mesh, slice_: Slice
+    lowered: Any, counted: dict[str, float], program: PlannedProgram, mesh: Mesh, slice_: Slice
 ) -> Figures:
-    counted: dict[str, Any] = {"flops": flops.total, "kernel_flops": flops.kernel}
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

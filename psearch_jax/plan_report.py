@@ -102,6 +102,7 @@ def _program(plan: Plan, cost: PlannedCost) -> dict[str, Any]:
         told["model_utilisation_estimate"] = _rounded(cost.model_utilisation)
     if plan.slice:
         told["matmuls_repeated"] = _rounded(found.repeated(plan.slice))
+        told["kernels_repeated"] = _rounded(found.kernels_repeated(plan.slice))
         told["compile_seconds"] = found.compile_seconds
     return told
 

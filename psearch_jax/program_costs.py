@@ -2,7 +2,9 @@
 
 The compiler's own cost analysis counts a loop's body once, however often it runs, so a model whose layers are
 scanned shows a fraction of its work there. Here only matrix products and convolutions are counted (2 for each
-multiply and add); what is element-wise is left out, as in 6ND.
+multiply and add); what is element-wise is left out, as in 6ND. What no output depends on is left out, too, as every
+compiler does: tracing leaves such equations behind (a kernel whose result a remat policy keeps), and
+`Figures.repeated` and `Figures.kernels_repeated` hold the count against the compiled program.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Operations over all devices: `matmul` by XLA, `kernel` inside Pallas kernels."""
+    """Operations over all devices: `matmul` by XLA, `kernel` inside Pallas kernels, which run `kernel_calls` times."""
 
     matmul: float = 0.0
     kernel: float = 0.0
+    kernel_calls: float = 0.0
 
     @property
     def total(self) -> float:
@@ -29,10 +33,18 @@ class Flops:
         return self.matmul + self.kernel
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(matmul=self.matmul + other.matmul, kernel=self.kernel + other.kernel)
+        return Flops(
+            matmul=self.matmul + other.matmul,
+            kernel=self.kernel + other.kernel,
+            kernel_calls=self.kernel_calls + other.kernel_calls,
+        )
 
     def __mul__(self, times: float) -> Flops:
-        return Flops(matmul=self.matmul * times, kernel=self.kernel * times)
+        return Flops(
+            matmul=self.matmul * times,
+            kernel=self.kernel * times,
+            kernel_calls=self.kernel_calls * times,
+        )
 
 
 def count_flops(
@@ -49,8 +61,10 @@ def count_flops(
 
 def jaxpr_flops(jaxpr: core.Jaxpr, *, while_steps: int = 1) -> Flops:
     """As `count_flops`, for a jaxpr."""
+    # From outside in: what a call within is not asked for, then what it does not need itself.
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     total = Flops()
-    for equation in jaxpr.eqns:
+    for equation in live.eqns:
         total = total + _equation(equation, while_steps)
     return total
 
@@ -79,7 +93,7 @@ def _equation(equation: core.JaxprEqn, while_steps: int) -> Flops:
         grid = params["grid_mapping"].grid
         calls = math.prod(size for size in grid if isinstance(size, int))
         body = inside(params["jaxpr"]) * (calls * visible_blocks(str(params.get("name", "")), grid))
-        return Flops(kernel=body.total)
+        return Flops(kernel=body.total, kernel_calls=1)
     total = Flops()
     for jaxpr in _jaxprs(params):  # jit, remat, custom derivatives: the body runs once
         total = total + inside(jaxpr)
@@ -114,11 +128,13 @@ def _convolution(equation: core.JaxprEqn) -> float:
 def visible_blocks(kernel: str, grid: tuple[Any, ...]) -> float:
     """The share of a splash attention kernel's grid that computes anything under our causal mask.
 
-    Its grid is (heads, query blocks, key blocks), in the kernel of key gradients (key blocks, heads, query blocks).
-    A block that lies wholly above the diagonal is skipped. Segments skip nothing: they are data.
+    Its grid is (heads, query blocks, key blocks), in the kernel of key gradients (key blocks, heads, query blocks),
+    with the rows of the device before them where it has several. A block that lies wholly above the diagonal is
+    skipped. Segments skip nothing: they are data.
     """
-    if not kernel.startswith("splash_mha") or len(grid) != 3:
+    if not kernel.startswith("splash_mha") or len(grid) < 3:
         return 1.0
+    grid = grid[-3:]
     queries, keys = (grid[2], grid[0]) if "dkv" in kernel else (grid[1], grid[2])
     visible = sum(-(-(row + 1) * keys // queries) for row in range(queries))
     return visible / (queries * keys)

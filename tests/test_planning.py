@@ -148,9 +148,12 @@ def test_seconds_add_up():
         kernel_flops=16 * 0.4 * 197e12,
         flops=16 * 0.4 * 197e12 + 1600.0,
         chip_flops=200.0,
+        kernel_calls=32,
+        kernels=3,
     )
     assert found.seconds(slice_) == pytest.approx(2 + 0.5 + 0.25 + 1)
     assert found.repeated(slice_) == pytest.approx(2.0)
+    assert found.kernels_repeated(slice_) == pytest.approx(1.5)
 
 
 def test_what_does_not_fit_is_a_verdict_and_no_crash():

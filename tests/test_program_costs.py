@@ -138,7 +138,9 @@ def test_a_pallas_kernel_counts_its_grid():
     )
     x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
     y = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    assert count_flops(call, x, y) == Flops(kernel=2 * 32 * 16 * 16)
+    assert count_flops(call, x, y) == Flops(kernel=2 * 32 * 16 * 16, kernel_calls=1)
+    # What no output needs is no part of any compiled program.
+    assert count_flops(lambda x, y: (jax.jit(call)(x, y), x + 1)[1], x, y) == Flops()
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,8 @@ def test_a_pallas_kernel_counts_its_grid():
         ("splash_mha_dq_segmented_no_residuals", (28, 4, 8), (2 + 4 + 6 + 8) / 32),
         ("splash_mha_dkv_segmented_no_residuals", (8, 28, 4), (2 + 4 + 6 + 8) / 32),
         ("splash_mha_fwd", (28, 4, 2), (1 + 1 + 2 + 2) / 8),
+        ("splash_mha_fwd", (3, 28, 8, 8), 36 / 64),  # three rows on a device
+        ("splash_mha_dkv_segmented_no_residuals", (3, 8, 28, 4), (2 + 4 + 6 + 8) / 32),
         ("another", (28, 8, 8), 1.0),
     ],
 )
@@ -159,6 +163,8 @@ def test_a_decoder_counts_as_6nd():
     """A decoder without attention to speak of: 2ND forward, 6ND with gradients, and what remat adds."""
     from flax import nnx
 
+    from psearch_jax.config import MeshConfig
+    from psearch_jax.mesh import NOWHERE, Layout, make_mesh
     from psearch_jax.models.decoder import abstract_params, hidden_states
     from psearch_jax.models.decoder_config import DecoderConfig
 
@@ -178,8 +184,8 @@ def test_a_decoder_counts_as_6nd():
     attention = 2 * 2 * rows * length * length * 32  # scores and sums, all heads, no block skipped
     forward = 8 * (2 * layer * rows * length + attention)
 
-    def run(params, tokens, remat):
-        hidden = hidden_states(graphdef, params, tokens, tokens, tokens, remat=remat)
+    def run(params, tokens, remat, layout=NOWHERE):
+        hidden = hidden_states(graphdef, params, tokens, tokens, tokens, remat=remat, layout=layout)
         return jnp.sum(hidden)
 
     assert isinstance(params, nnx.State)
@@ -190,3 +196,37 @@ def test_a_decoder_counts_as_6nd():
     full = flops(jax.grad(lambda p, t: run(p, t, "full")), params, tokens)
     # The layer again, but for its last product, which no gradient needs.
     assert full == 4 * forward - down
+    # On a mesh, where projections are apart, those of keys and values are not needed again with "attention". (The plain
+    # one's scores are: what splash saves, the test below counts.)
+    layout = Layout(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2]))
+    some = flops(jax.grad(lambda p, t: run(p, t, "attention", layout)), params, tokens)
+    assert some == full - 8 * 2 * 32 * (2 * 16) * rows * length
+
+
+@pytest.mark.parametrize(
+    ("remat", "products", "kernels"), [("full", 2 + 2 + 5, 3), ("attention", 2 + 5, 2)]
+)
+def test_splash_attention_is_computed_once_more_only_where_nothing_of_it_is_kept(
+    remat, products, kernels, monkeypatch
+):
+    """Two products forward, five in the fused backward kernel; two more where the forward kernel runs again."""
+    from psearch_jax.mesh import NOWHERE
+    from psearch_jax.models import packed_attention as room
+    from psearch_jax.models.decoder import REMAT_POLICIES
+
+    monkeypatch.setattr(room, "SPLASH_BLOCK", 128)
+    length, heads, width = 512, 4, 128
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16)
+
+    def loss(x, segments):
+        attended = room._splash(segments, NOWHERE, jnp.sin(x), x, x)
+        return jnp.sum(jnp.sin(attended)).astype(jnp.float32)  # the value is needed, too
+
+    kept = jax.checkpoint(loss, policy=REMAT_POLICIES[remat])
+    counted = count_flops(jax.value_and_grad(kept), x, segments)
+    visible = (4 + 3 + 2 + 1) / 16
+    assert counted.kernel == products * 2 * heads * length * length * width * visible
+    assert counted.kernel_calls == kernels
+    # What attention gave times its gradient, for each query.
+    assert counted.matmul == 2 * heads * length * width

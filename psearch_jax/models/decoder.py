@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from psearch_jax.errors import UserError
@@ -32,11 +33,14 @@ from psearch_jax.mesh import LINEARS, NOWHERE, Layout, Logical
 from psearch_jax.models import attention
 from psearch_jax.models.decoder_config import DecoderConfig
 from psearch_jax.models.lora import LoraParam, split_trainable
-from psearch_jax.models.packed_attention import packed_attention
+from psearch_jax.models.packed_attention import KEPT, packed_attention
 from psearch_jax.models.token_table import Embedding, look_up
 
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     "full": None,  # keep nothing but the input of each layer
+    # Full remat of all but attention: of each layer its input, keys, values and what attention gave. The scores, whose
+    # cost grows with the length, are then computed once forward and once backward, as without remat.
+    "attention": jax.checkpoint_policies.save_only_these_names(KEPT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep the outputs of weight matmuls
 }
 
@@ -167,6 +171,7 @@ class SelfAttention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = attention.rotate(q, tables), attention.rotate(k, tables)
+        k, v = (checkpoint_name(x, KEPT) for x in (k, v))
         if self.kv_repeat > 1:
             k, v = (jnp.repeat(x, self.kv_repeat, axis=2) for x in (k, v))
         return (
@@ -327,7 +332,7 @@ def hidden_states(
         positions_BxL: position of each token within its own sequence.
         segments_BxL: sequence number within the row, 0 for padding; attention stays within equal numbers.
         dtype: of the computation (softmax and norms are float32 always).
-        remat: what is kept for the backward pass: "none" (everything), "dots" or "full" (recompute all).
+        remat: what is kept for the backward pass: "none" (everything), "dots", "attention" or "full" (recompute all).
         attention_name: see packed_attention.py.
         layout: where everything lies on the mesh.
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import NamedSharding
@@ -27,6 +28,10 @@ from psearch_jax.models.attention import attend, attend_packed, packed_mask
 NAMES = ("auto", "plain", "dot_product", "splash")
 SPLASH_LANES = 128  # lengths of rows must be multiples of it
 SPLASH_BLOCK = 512
+
+#: Keys, values, what attention gives, and the log-sum-exp that splash attention's backward pass wants beside it carry
+#: this name: a remat policy may keep them (`decoder.REMAT_POLICIES`).
+KEPT = "attended"
 
 # (q [B, L, N, H], k [B, L, K, H], v [B, L, K, H]) -> [B, L, N*H]
 Attention = Callable[[Array, Array, Array], Array]
@@ -72,9 +77,10 @@ def packed_attention(
         k, v = (layout.constrain(x, "rows", None, "kv_heads", None) for x in (k, v))
         if name == "dot_product":
             out = jax.nn.dot_product_attention(q, k, v, mask=mask_BxLxL[:, None])
-            return out.reshape(*q.shape[:2], -1)
+            return checkpoint_name(out.reshape(*q.shape[:2], -1), KEPT)
         # Blocks are slices along the tokens, which must not be cut over devices.
-        return (attend if layout.size("length") > 1 else attend_packed)(q, k, v, mask_BxLxL)
+        own = attend if layout.size("length") > 1 else attend_packed
+        return checkpoint_name(own(q, k, v, mask_BxLxL), KEPT)
 
     return run
 
@@ -93,9 +99,11 @@ def _splash(
             block_kv=block,
             block_q_dkv=block,
             block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
+            # One backward kernel for all three gradients: scores and their weights are computed once more, not twice.
+            # Its pieces of the queries' gradient, one a block of keys, are summed outside.
+            use_fused_bwd_kernel=True,
         ),
+        residual_checkpoint_name=KEPT,
         head_shards=layout.size("heads"),
         q_seq_shards=pieces,
         interpret=interpret,

@@ -134,7 +134,7 @@ def test_the_traced_program_of_scanned_layers_does_not_grow_with_depth():
     assert size(6) > size(3)  # unrolled: the counter-example that shows the measure works
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
 @pytest.mark.parametrize("scanned", [False, True])
 def test_remat_changes_memory_not_values(remat, scanned):
     graphdef, params = scanned_twin(CONFIG, PARAMS) if scanned else (GRAPHDEF, PARAMS)

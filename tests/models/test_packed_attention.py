@@ -37,8 +37,10 @@ def test_dot_product_is_the_plain_one():
     [None, {"data": 2, "tensor": 2, "sequence": 2}],
     ids=["one device", "rows, heads and tokens cut"],
 )
-def test_splash_is_the_plain_one(axes):
-    """The TPU kernel in Pallas's interpreter, values and gradients, on real (not padding) positions."""
+def test_splash_is_the_plain_one(axes, monkeypatch):
+    """The TPU kernel in Pallas's interpreter, values and gradients, on real (not padding) positions. Two blocks of
+    keys, so that there are pieces of the queries' gradient to be summed."""
+    monkeypatch.setattr(room, "SPLASH_BLOCK", 128)
     q, k, v, segments = arrays(2, 256, 4, 2, 128)
     layout = NOWHERE if axes is None else Layout(make_mesh(MeshConfig(**axes)))
     real = np.asarray(segments > 0)
