@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from psearch_jax.mesh import NOWHERE, Layout
-from psearch_jax.models import attention
+from psearch_jax.models import attention, decode_attention
 from psearch_jax.models.decoder import Block, Decoder, attention_tables
 from psearch_jax.models.decoder_config import DecoderConfig
 
@@ -158,6 +158,7 @@ def extend(
     window: int,
     dtype: Any = jnp.float32,
     layout: Layout = NOWHERE,
+    attention_name: str = "plain",
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Append up to T tokens to each row and return their hidden states (after the final norm).
 
@@ -167,6 +168,8 @@ def extend(
 
     window: static; only cache positions below it are read. It must be >= max(start_b + count_b) over rows with
     count_b > 0 (not checked: the values live on the device).
+
+    attention_name: what attends where T = 1, as `decode_attention.resolve` names it; more tokens are attended plainly.
     """
     model: Decoder = nnx.merge(graphdef, params)
     batch, new = tokens_BxT.shape
@@ -185,6 +188,18 @@ def extend(
 
         def attend(q: Array, k: Array, v: Array):
             k_cache, v_cache = write(pair[0], k), write(pair[1], v)
+            if new == 1 and attention_name != "plain":
+                out = decode_attention.attend_one(
+                    attention_name,
+                    q,
+                    k_cache,
+                    v_cache,
+                    layer,
+                    start_B,
+                    window=window,
+                    layout=layout,
+                )
+                return out, (k_cache, v_cache)
             seen_k, seen_v = (
                 (c[layer[0]] if layer else c)[:, :, :window].astype(dtype)
                 for c in (k_cache, v_cache)

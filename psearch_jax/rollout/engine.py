@@ -19,6 +19,7 @@ from jaxtyping import Array
 from psearch_jax.config import ProtocolConfig, RolloutConfig, SamplingConfig
 from psearch_jax.errors import UserError
 from psearch_jax.mesh import Layout, check_divides, param_shardings, replicated, resolve_dtype
+from psearch_jax.models import decode_attention
 from psearch_jax.models.decoder_config import DecoderConfig
 from psearch_jax.models.kv_cache import cache_axes, init_cache
 from psearch_jax.questions.question import Question
@@ -81,6 +82,9 @@ class Engine:
         self.layout = Layout(mesh if mesh is not None and mesh.size > 1 else None, "rollout")
         dtype = self.dtype = resolve_dtype(rollout.dtype, self.layout)
         # Slots lie on devices in `pieces` runs of equal length, and so do the rows of an append.
+        self.attention = decode_attention.resolve(
+            rollout.attention, self.layout, head_dim=config.head_dim, windows=self.windows
+        )
         self.pieces = self.layout.size("rows")
         check_divides(self.layout, "rollout.slots", "rows", rollout.slots)
         if rollout.decode_rows:
@@ -111,6 +115,7 @@ class Engine:
                 dtype=dtype,
                 some=0 < rollout.decode_rows < rollout.slots,
                 layout=self.layout,
+                attention=self.attention,
             ),
             static_argnames="window",
             donate_argnums=1,

@@ -97,6 +97,7 @@ def decode(
     dtype: Any,
     some: bool = False,
     layout: Layout = NOWHERE,
+    attention: str = "plain",
 ) -> tuple[SlotState, Block]:
     """Decode up to `steps` tokens in every active row.
 
@@ -106,7 +107,7 @@ def decode(
 
     some: static. False: row r is slot r, and the cache is updated where it lies. True: rows are `slot_R`; their part
     of the cache below `window` is copied together once a block and put back after it, so that a step computes and
-    reads nothing for the slots that wait. On a mesh as in `append`.
+    reads nothing for the slots that wait. On a mesh as in `append`. attention: see models/decode_attention.py.
     """
     pieces = layout.size("rows")
     whole = state
@@ -127,6 +128,7 @@ def decode(
         window=window,
         dtype=dtype,
         layout=layout,
+        attention=attention,
     )
     if not some:
         return state, block
@@ -147,6 +149,7 @@ def _decode_rows(
     window: int,
     dtype: Any,
     layout: Layout,
+    attention: str,
 ) -> tuple[SlotState, Block]:
     """`decode` in a state that has the rows' slots and no others."""
     rows = inputs.length_R.shape[0]
@@ -180,6 +183,7 @@ def _decode_rows(
             window=window,
             dtype=dtype,
             layout=layout,
+            attention_name=attention,
         )
         hidden_RxD = jnp.where(drawn_R[:, None], hidden_Rx1xD[:, 0], state.hidden_BxD)
         column_R = jnp.where(drawn_R, block.count_R, steps)  # out of range: nothing is written

@@ -1,0 +1,166 @@
+"""Attention of one new token a slot over what the slot has cached, by name.
+
+"plain"             our reference: the window of every slot, softmax in float32; every platform
+"paged_attention"   JAX's Pallas kernel for TPU: of each slot the pages that its own length reaches, nothing more
+"decode_attention"  JAX's Pallas kernel for GPUs (Triton): the window, cut over blocks that are joined afterwards
+"auto"              the TPU kernel on TPU where the shapes allow it (`psearch plan` says which one a recipe gets, and
+                    docs/planning.md what it saves); plain elsewhere
+
+A kernel asked for by name runs on its own platform; on another one the plain one does, so that a recipe for TPU can be
+tried on a laptop. The engine tells which one it uses. (JAX's `ragged_paged_attention` reads pages in which keys and
+values of a head lie side by side; this cache keeps them apart, as the other two and the plain one want them.)
+
+Shape suffixes: B slots, N query heads, K key/value heads, G = N / K, H head width, L positions of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import decode_attention as gpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jaxtyping import Array, Float, Int
+
+from psearch_jax.errors import UserError
+from psearch_jax.mesh import Layout
+
+NAMES = ("auto", "plain", "paged_attention", "decode_attention")
+PLATFORMS = {"paged_attention": "tpu", "decode_attention": "gpu"}
+LANES = 128  # heads of the TPU kernel are a multiple of it wide
+PAGES = (512, 256, 128)  # positions of a page: the largest that divides the context and the window
+GPU_BLOCK = 64  # positions that the GPU kernel takes at a time
+GPU_SPLITS = 16  # into how many parts it cuts a window at most
+
+
+def resolve(name: str, layout: Layout, *, head_dim: int, windows: tuple[int, ...]) -> str:
+    """The implementation that a name means on this platform.
+
+    Args:
+      windows: how many positions of a slot a step may read, the context last.
+
+    Raises:
+      UserError: an unknown name, or a kernel asked for on its platform with shapes that it cannot take.
+    """
+    if name not in NAMES:
+        raise UserError(f"rollout.attention is {name!r}; choose one of {', '.join(NAMES)}.")
+    platform = layout.platform
+    if name == "auto":
+        fits = platform == "tpu" and not _misfit("paged_attention", head_dim, windows)
+        return "paged_attention" if fits else "plain"
+    if PLATFORMS.get(name) != platform:
+        return "plain"
+    if misfit := _misfit(name, head_dim, windows):
+        raise UserError(f"rollout.attention={name} needs {misfit}; or use rollout.attention=plain.")
+    return name
+
+
+def _misfit(name: str, head_dim: int, windows: tuple[int, ...]) -> str:
+    """What a kernel would need; empty where it can run."""
+    if name == "paged_attention":
+        if head_dim % LANES:
+            return f"heads that are a multiple of {LANES} wide, and they are {head_dim}"
+        block = PAGES[-1]
+    else:
+        block = GPU_BLOCK
+    odd = [window for window in windows if window % block]
+    if odd:
+        return f"rollout.context and rollout.window_buckets that are multiples of {block}, and {odd[0]} is not"
+    return ""
+
+
+def attend_one(
+    name: str,
+    q_Bx1xNxH: Float[Array, "B 1 N H"],
+    k_cache: Float[Array, "... B K L H"],
+    v_cache: Float[Array, "... B K L H"],
+    layer: tuple[Array, ...],
+    start_B: Int[Array, "B"],
+    *,
+    window: int,
+    layout: Layout,
+    interpret: bool = False,
+) -> Float[Array, "B 1 N*H"]:
+    """A kernel of `resolve` over cached keys and values: row b reads positions 0 … start_b.
+
+    Args:
+      layer: () or the index of the layer in a cache whose first axis is layers; the cache is read where it lies.
+      window: static; what is at or after it is not read.
+      interpret: run the GPU kernel in Pallas's interpreter.
+    """
+    kernel: Callable[..., Array] = {
+        "paged_attention": _paged,
+        "decode_attention": partial(_split, interpret=interpret),
+    }[name]
+
+    def local(q: Array, k: Array, v: Array, start_B: Array, *layer: Array) -> Array:
+        slots, _, heads, width = q.shape
+        kv_heads = k.shape[-3]
+        # A head of a slot is a sequence of its own: so the cache need not be turned around for the kernel.
+        q_BKxGxH = (q * width**-0.5).astype(q.dtype).reshape(slots * kv_heads, -1, width)
+        length_BK = jnp.repeat(jnp.minimum(start_B + 1, window).astype(jnp.int32), kv_heads)
+        out = kernel(q_BKxGxH, k, v, layer, length_BK, window)
+        return out.reshape(slots, 1, heads * width).astype(q.dtype)
+
+    if layout.mesh is None or layout.mesh.size == 1:
+        return local(q_Bx1xNxH, k_cache, v_cache, start_B, *layer)
+    before = (None,) * len(layer)
+    cache = layout.spec(*before, "rows", "kv_heads", None, None)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(
+            layout.spec("rows", None, "heads", None),
+            cache,
+            cache,
+            layout.spec("rows"),
+            *[layout.spec() for _ in layer],
+        ),
+        out_specs=layout.spec("rows", None, "heads"),
+        check_vma=False,
+    )(q_Bx1xNxH, k_cache, v_cache, start_B, *layer)
+
+
+def _paged(
+    q: Array, k: Array, v: Array, layer: tuple[Array, ...], length: Array, window: int
+) -> Array:
+    """The whole cache, all layers of it, as one pool of pages: those of a sequence follow one another."""
+    sequences, positions, width = q.shape[0], k.shape[-2], k.shape[-1]
+    page = next(size for size in PAGES if positions % size == 0 and window % size == 0)
+    pages = positions // page  # of a sequence
+    first = (layer[0] * sequences if layer else 0) + jnp.arange(sequences)
+    indices = first[:, None] * pages + jnp.arange(window // page)
+    pool_k, pool_v = (x.reshape(1, -1, page, width) for x in (k, v))
+    return paged_attention(
+        q, pool_k, pool_v, length, indices.astype(jnp.int32), pages_per_compute_block=1
+    )
+
+
+def _split(
+    q: Array,
+    k: Array,
+    v: Array,
+    layer: tuple[Array, ...],
+    length: Array,
+    window: int,
+    *,
+    interpret: bool,
+) -> Array:
+    def sequences(x: Array) -> Array:
+        x = (x[layer[0]] if layer else x)[:, :, :window]
+        return x.reshape(-1, window, x.shape[-1])
+
+    blocks = window // GPU_BLOCK
+    splits = max(n for n in range(1, GPU_SPLITS + 1) if blocks % n == 0)
+    return gpu.mqa(
+        q,
+        sequences(k),
+        sequences(v),
+        kv_seq_len=length,
+        sm_scale=1.0,
+        block_k=GPU_BLOCK,
+        k_splits=splits,
+        interpret=interpret,
+    )
