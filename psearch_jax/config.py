@@ -199,7 +199,7 @@ class RolloutConfig:
         "auto"  # of computation and cache; "auto": bfloat16 on accelerators, float32 on CPU
     )
     # Of a decoding step: "plain", "paged_attention" (TPU), "decode_attention" (GPU), or "auto"
-    attention: str = "plain"
+    attention: str = "auto"
     append_rows: int = (
         0  # slots whose prompts or observations one device call appends; 0: an eighth of them
     )

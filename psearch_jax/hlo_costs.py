@@ -40,6 +40,7 @@ class HloCosts:
     hidden: seconds of collectives that start early, beside computation; `exposed` is what of them is longer than
       the computation of their block.
     kernels: calls of Pallas kernels, whose cycles the compiler does not tell.
+    copies: times that an array of at least `watch` bytes is made anew, not updated where it lies.
     bytes_moved: kind of collective → bytes that the chip receives.
     """
 
@@ -49,11 +50,12 @@ class HloCosts:
     hidden: float = 0.0
     exposed: float = 0.0
     kernels: float = 0.0
+    copies: float = 0.0
     bytes_moved: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: HloCosts, times: float = 1.0) -> None:
         """Add `times` calls of another block."""
-        for name in ("cycles", "flops", "waiting", "hidden", "exposed", "kernels"):
+        for name in ("cycles", "flops", "waiting", "hidden", "exposed", "kernels", "copies"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
         for kind, count in other.bytes_moved.items():
             self.bytes_moved[kind] = self.bytes_moved.get(kind, 0.0) + times * count
@@ -67,7 +69,37 @@ class HloCosts:
 LinkTime = Callable[[str, Sequence[int], float], float]
 
 
-def hlo_costs(text: str, *, clock_hz: float, link_time: LinkTime, while_steps: int = 1) -> HloCosts:
+#: Operations that write no array of their own; a program updates in place by the last three, alone or as the end of
+#: a fusion. (Where their operand is still needed, the compiler puts a `copy` before them.)
+NO_NEW_ARRAY = frozenset(
+    (
+        *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"),
+        *("optimization-barrier", "copy-done", "async-done", "dynamic-update-slice", "scatter"),
+    )
+)
+
+
+def makes_new_array(
+    instruction: Instruction, computations: dict[str, Computation], watch: int
+) -> bool:
+    """Whether an operation of the main line writes an array of at least `watch` bytes that is not updated in place."""
+    if not any(
+        byte_size(f"{kind}[{','.join(map(str, dims))}]") >= watch
+        for kind, dims in shapes(instruction.type)
+    ):
+        return False
+    if instruction.opcode not in ("fusion", "async-start"):
+        return instruction.opcode not in NO_NEW_ARRAY
+    for name in called(instruction, "calls"):
+        inside = computations[name]
+        if makes_new_array(inside.instructions[inside.root], computations, watch):
+            return True
+    return False
+
+
+def hlo_costs(
+    text: str, *, clock_hz: float, link_time: LinkTime, while_steps: int = 1, watch: int = 0
+) -> HloCosts:
     """Costs of the entry computation.
 
     Args:
@@ -76,6 +108,7 @@ def hlo_costs(text: str, *, clock_hz: float, link_time: LinkTime, while_steps: i
       link_time: seconds of a collective, from its kind, the devices of its first group and the bytes that each of
         them receives.
       while_steps: how often a loop runs whose number of steps depends on data.
+      watch: bytes of the arrays whose copies are counted; 0: of none.
     """
     computations, entry = parse(text)
     devices = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
@@ -100,6 +133,7 @@ def hlo_costs(text: str, *, clock_hz: float, link_time: LinkTime, while_steps: i
                 found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
                 costs.cycles += float(found[1]) if found else 0.0
                 operation(instruction, computation, costs)
+                costs.copies += bool(watch and makes_new_array(instruction, computations, watch))
         # What was started early is hidden behind the work of the block, as far as that reaches.
         costs.exposed = max(0.0, costs.hidden - (costs.cycles + nested.cycles) / clock_hz)
         costs.add(nested)

@@ -51,12 +51,17 @@ class Figures:
     flops: float = 0.0  # of one call over all chips, counted in the jaxpr with loop lengths
     kernel_flops: float = 0.0  # of these, inside Pallas kernels
     kernel_calls: float = 0.0  # of Pallas kernels over all chips, by the jaxpr
+    kernel_bytes: float = (
+        0.0  # that attention kernels read of a cache, over all chips, where it is full
+    )
     chip_flops: float = 0.0  # matmuls that this chip computes, counted in the compiled program; kernels not included
     cycles: float = 0.0
     waiting_seconds: float = 0.0  # for collectives
     exposed_seconds: float = 0.0  # of collectives beside computation that is shorter than they are
     kernels: float = 0.0  # calls of Pallas kernels on this chip, counted in the compiled program
     moved: dict[str, float] = field(default_factory=dict)  # collective → bytes received
+    # Times that an array as large as `PlannedProgram.in_place` is written anew on this chip; None: not looked for.
+    copies: float | None = None
     compile_seconds: float = 0.0
 
     @property
@@ -73,9 +78,11 @@ class Figures:
         return sum(self.moved.values())
 
     def seconds(self, slice_: Slice) -> float:
-        """The compiler's cycles, our time of collectives, and kernels at `KERNEL_SHARE` of the peak."""
+        """The compiler's cycles, our time of collectives, and kernels at `KERNEL_SHARE` of the peak or at the speed of
+        the memory that they read, whichever is longer."""
         chip = slice_.chip
-        kernels = self.kernel_flops / slice_.chips / (KERNEL_SHARE * chip.peak_flops)
+        kernels = self.kernel_flops / (KERNEL_SHARE * chip.peak_flops)
+        kernels = max(kernels, self.kernel_bytes / chip.hbm_bandwidth) / slice_.chips
         own = self.cycles / chip.clock_hz + self.waiting_seconds + self.exposed_seconds
         return own + kernels
 
@@ -107,7 +114,9 @@ def figures(
     counted = _counted(jaxpr_flops(traced.jaxpr.jaxpr, while_steps=program.while_steps))
     lowered = traced.lower()
     path = directory / f"{_content(lowered, program, slice_)}.json" if directory else None
-    if path is not None and (kept := _read(path)):
+    kept = _read(path) if path is not None else None
+    complete = kept is not None and (kept.copies is not None or kept.needed_bytes)
+    if kept is not None and (complete or not program.in_place):
         note(f"{program.name}: {program.what} (kept from an earlier plan)")
         return dataclasses.replace(kept, **counted)
     note(f"{program.name}: {program.what}, compiling …")
@@ -126,6 +135,7 @@ def _counted(flops: Flops) -> dict[str, float]:
         "flops": flops.total,
         "kernel_flops": flops.kernel,
         "kernel_calls": flops.kernel_calls,
+        "kernel_bytes": flops.kernel_bytes,
     }
 
 
@@ -142,6 +152,7 @@ def _compiled(
         clock_hz=slice_.chip.clock_hz,
         link_time=link_time(mesh, slice_),
         while_steps=program.while_steps,
+        watch=program.in_place,
     )
     return Figures(
         argument_bytes=memory.argument_size_in_bytes,
@@ -155,6 +166,7 @@ def _compiled(
         exposed_seconds=costs.exposed,
         kernels=costs.kernels,
         moved=costs.bytes_moved,
+        copies=costs.copies if program.in_place else None,
         **counted,
     )
 

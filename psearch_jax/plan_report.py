@@ -62,6 +62,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "headroom": round(plan.headroom, 4),
         "programs": {cost.program.name: _program(plan, cost) for cost in plan.costs},
         "rollout_slots": plan.rollout_slots,
+        "rollout_slots_method": "extrapolated",
         "verdict": verdict(plan),
         "target": plan.target,
         "method": "compiled" if plan.slice else "arithmetic",
@@ -96,6 +97,8 @@ def _program(plan: Plan, cost: PlannedCost) -> dict[str, Any]:
         "utilisation_estimate": _rounded(cost.utilisation),
         "collective_bytes": found.moved,
     }
+    if found.copies is not None:
+        told["cache_copies"] = found.copies
     if cost.over_6nd is not None:
         told["reference_flops"] = cost.reference_flops
         told["flops_over_6nd"] = _rounded(cost.over_6nd)
@@ -154,6 +157,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         f"{RESERVE:.0%} to spare (extrapolated)",
         highlight=False,
     )
+    decode = next(cost for cost in plan.costs if cost.program.name == "decode").figures
+    if decode.copies is not None:
+        copied = f"copied {decode.copies:g} times a call" if decode.copies else "updated in place"
+        console.print(f"KV cache while decoding: {copied}", highlight=False)
     colour = "green" if plan.headroom >= RESERVE else "yellow" if plan.fits else "red"
     console.print(f"[bold {colour}]{verdict(plan)}[/bold {colour}]", highlight=False)
     for change in plan.changes:
@@ -165,8 +172,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if plan.slice:
         console.print(
             "[dim]Memory is what the TPU compiler says. FLOPs are counted in the program with loop lengths. Times are "
-            f"estimates: the compiler's cycles, collectives at link speed, kernels at {KERNEL_SHARE:.0%} of peak."
-            "[/dim]"
+            f"estimates: the compiler's cycles, collectives at link speed, kernels at {KERNEL_SHARE:.0%} of peak "
+            "or at the memory's speed.[/dim]"
         )
     else:
         console.print(

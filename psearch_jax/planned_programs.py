@@ -25,7 +25,7 @@ from psearch_jax.learning.update import Compute, make_policy_update, make_score
 from psearch_jax.mesh import batch_sharding, replicated, row_shards
 from psearch_jax.models import text_encoder
 from psearch_jax.models.lora import join
-from psearch_jax.planned_recipe import Abstract
+from psearch_jax.planned_recipe import Abstract, shard_bytes
 from psearch_jax.rollout.programs import empty_rows
 
 
@@ -34,7 +34,8 @@ class PlannedProgram:
     """One compiled function with the arguments it is called with.
 
     beside: names of what lies in memory beside its arguments meanwhile, see `Resident`.
-    tokens: tokens that one call forwards. while_steps: steps of its loop, where data decides.
+    tokens: tokens that one call forwards. while_steps: steps of its loop, where data decides. in_place: bytes, on one
+    device, of the arrays that it must update where they lie, each of them; 0: it has none.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PlannedProgram:
     beside: tuple[str, ...]
     tokens: int
     while_steps: int = 1
+    in_place: int = 0
 
 
 def programs(recipe: Abstract) -> list[PlannedProgram]:
@@ -166,7 +168,7 @@ def _decode(recipe: Abstract) -> PlannedProgram:
     pauses_V = jax.ShapeDtypeStruct((recipe.decoder.vocab_size,), jnp.bool_, sharding=whole)
     return PlannedProgram(
         name="decode",
-        what=f"{rollout.decode_block} tokens in {rows} slots of {rollout.context}",
+        what=f"{rollout.decode_block} tokens in {rows} slots of {rollout.context}, attention {engine.attention}",
         function=engine.decode,
         arguments=(
             recipe.rollout_params,
@@ -179,6 +181,7 @@ def _decode(recipe: Abstract) -> PlannedProgram:
         beside=WHILE_PLAYING,
         tokens=rows * rollout.decode_block,
         while_steps=rollout.decode_block,
+        in_place=min(shard_bytes(leaf) for leaf in jax.tree.leaves(recipe.slots.cache)),
     )
 
 

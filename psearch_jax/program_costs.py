@@ -21,11 +21,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Operations over all devices: `matmul` by XLA, `kernel` inside Pallas kernels, which run `kernel_calls` times."""
+    """Operations over all devices: `matmul` by XLA, `kernel` inside Pallas kernels, which run `kernel_calls` times.
+
+    kernel_bytes: of the cache, that attention kernels read where every sequence is as long as it may be.
+    """
 
     matmul: float = 0.0
     kernel: float = 0.0
     kernel_calls: float = 0.0
+    kernel_bytes: float = 0.0
 
     @property
     def total(self) -> float:
@@ -37,6 +41,7 @@ class Flops:
             matmul=self.matmul + other.matmul,
             kernel=self.kernel + other.kernel,
             kernel_calls=self.kernel_calls + other.kernel_calls,
+            kernel_bytes=self.kernel_bytes + other.kernel_bytes,
         )
 
     def __mul__(self, times: float) -> Flops:
@@ -44,6 +49,7 @@ class Flops:
             matmul=self.matmul * times,
             kernel=self.kernel * times,
             kernel_calls=self.kernel_calls * times,
+            kernel_bytes=self.kernel_bytes * times,
         )
 
 
@@ -92,8 +98,11 @@ def _equation(equation: core.JaxprEqn, while_steps: int) -> Flops:
     if name == "pallas_call":
         grid = params["grid_mapping"].grid
         calls = math.prod(size for size in grid if isinstance(size, int))
-        body = inside(params["jaxpr"]) * (calls * visible_blocks(str(params.get("name", "")), grid))
-        return Flops(kernel=body.total, kernel_calls=1)
+        kernel = str(params.get("name") or "")
+        pages, read = paged_blocks(kernel, equation)
+        body = jaxpr_flops(params["jaxpr"], while_steps=pages)
+        share = calls * visible_blocks(kernel, grid)
+        return Flops(kernel=body.total * share, kernel_calls=1, kernel_bytes=read)
     total = Flops()
     for jaxpr in _jaxprs(params):  # jit, remat, custom derivatives: the body runs once
         total = total + inside(jaxpr)
@@ -138,3 +147,14 @@ def visible_blocks(kernel: str, grid: tuple[Any, ...]) -> float:
     queries, keys = (grid[2], grid[0]) if "dkv" in kernel else (grid[1], grid[2])
     visible = sum(-(-(row + 1) * keys // queries) for row in range(queries))
     return visible / (queries * keys)
+
+
+def paged_blocks(kernel: str, equation: core.JaxprEqn) -> tuple[int, float]:
+    """(pages of a sequence, bytes of all of them) that a paged attention kernel goes through at most, a page a turn of
+    its inner loop. (1, 0) for another kernel."""
+    if not kernel.startswith("paged_flash_attention"):
+        return 1, 0.0
+    lengths, indices = (math.prod(_shape(variable)) for variable in equation.invars[:2])
+    pool = next(v.aval for v in equation.invars if len(_shape(v)) == 4 and _shape(v)[0] == 1)
+    page_bytes = pool.shape[-2] * pool.shape[-1] * pool.dtype.itemsize
+    return indices // lengths, 2.0 * indices * page_bytes

@@ -404,6 +404,7 @@ def _open(config: Config, display: Display) -> tuple[Trainer, Policy]:
     )
     policy = lay_out(policy, config, mesh)
     engine = open_engine(config, policy, open_backend(config.retrieval), mesh)
+    display.note(f"attention while decoding: {engine.attention}")
     questions = load_questions(config.data, "train")
     trainer = Trainer(config, engine, policy.params, questions, mesh=mesh)
     if trainer.resume():

@@ -248,3 +248,22 @@ def test_flops_of_products(types, line, flops):
     computations, entry = parse(text)
     computation = computations[entry]
     assert matmul_flops(computation.instructions["c"], computation) == flops
+
+
+def test_an_array_that_is_copied_is_told_from_one_that_is_updated_in_place():
+    """A loop of 28 turns over f32[8,8], 256 bytes: written anew in each, or by a fusion that ends in an update."""
+    assert costs(loop("28", PLAIN), watch=256).copies == 28
+    assert costs(loop("28", PLAIN), watch=257).copies == 0
+    assert costs(loop("28", PLAIN)).copies == 0
+    copied = PLAIN.replace("add(%x, %x)", "copy(%x)")
+    assert costs(loop("28", copied), watch=256).copies == 28
+    fused = PLAIN.replace("add(%x, %x)", "fusion(%x), kind=kLoop, calls=%inside")
+    inside = """%inside (r: f32[8,8]) -> f32[8,8] {{
+  %r = f32[8,8]{{1,0:T(8,128)}} parameter(0)
+  ROOT %end = f32[8,8]{{1,0:T(8,128)}} {}(%r, %r), update_window_dims={{2}}
+}}
+
+"""
+    for opcode, copies in (("scatter", 0), ("dynamic-update-slice", 0), ("add", 28)):
+        text = loop("28", fused).replace("%cond (", inside.format(opcode) + "%cond (", 1)
+        assert costs(text, watch=256).copies == copies

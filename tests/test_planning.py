@@ -152,6 +152,10 @@ def test_seconds_add_up():
         kernels=3,
     )
     assert found.seconds(slice_) == pytest.approx(2 + 0.5 + 0.25 + 1)
+    slow = replace(
+        found, kernel_bytes=16 * 3 * 819e9
+    )  # a kernel that waits for three seconds' worth of memory
+    assert slow.seconds(slice_) == pytest.approx(2 + 0.5 + 0.25 + 3)
     assert found.repeated(slice_) == pytest.approx(2.0)
     assert found.kernels_repeated(slice_) == pytest.approx(1.5)
 
@@ -418,6 +422,7 @@ def test_a_plan_end_to_end(tiny, capsys):
     for program in told["programs"].values():
         # No chip repeats the work of another: the jaxpr's count is the compiled program's, over all chips.
         assert program["matmuls_repeated"] == pytest.approx(1.0, abs=0.02)
+        assert program["kernels_repeated"] == 1.0
         assert program["seconds_estimate"] > 0
         assert 0 < program["utilisation_estimate"] < 1
         assert program["total_bytes"] >= program["hbm_bytes"] > program["argument_bytes"]
@@ -429,6 +434,7 @@ def test_a_plan_end_to_end(tiny, capsys):
     assert decode["argument_bytes"] == pytest.approx(
         held["rollout_parameters"] + held["cache"], rel=0.05
     )
+    assert decode["cache_copies"] == 0
     assert update["collective_bytes"]
     again = cli.main(["plan", "--json", *settings])
     out, err = capsys.readouterr()

@@ -49,7 +49,7 @@ def resolve(name: str, layout: Layout, *, head_dim: int, windows: tuple[int, ...
     platform = layout.platform
     if name == "auto":
         fits = platform == "tpu" and not _misfit("paged_attention", head_dim, windows)
-        return "paged_attention" if fits else "plain"
+        return "paged_attention" if fits and read_share("paged_attention", windows) < 1 else "plain"
     if PLATFORMS.get(name) != platform:
         return "plain"
     if misfit := _misfit(name, head_dim, windows):
@@ -69,6 +69,21 @@ def _misfit(name: str, head_dim: int, windows: tuple[int, ...]) -> str:
     if odd:
         return f"rollout.context and rollout.window_buckets that are multiples of {block}, and {odd[0]} is not"
     return ""
+
+
+def read_share(name: str, windows: tuple[int, ...]) -> float:
+    """What a step reads of the cache below the largest window, where lengths are spread evenly up to it.
+
+    The plain one and the GPU kernel are given the window, the TPU kernel goes by pages: half of it and half a page.
+    """
+    if name != "paged_attention":
+        return 1.0
+    return (1 + page_size(windows[-1], windows[-1]) / windows[-1]) / 2
+
+
+def page_size(positions: int, window: int) -> int:
+    """Positions of a page of the TPU kernel."""
+    return next(size for size in PAGES if positions % size == 0 and window % size == 0)
 
 
 def attend_one(
@@ -128,7 +143,7 @@ def _paged(
 ) -> Array:
     """The whole cache, all layers of it, as one pool of pages: those of a sequence follow one another."""
     sequences, positions, width = q.shape[0], k.shape[-2], k.shape[-1]
-    page = next(size for size in PAGES if positions % size == 0 and window % size == 0)
+    page = page_size(positions, window)
     pages = positions // page  # of a sequence
     first = (layer[0] * sequences if layer else 0) + jnp.arange(sequences)
     indices = first[:, None] * pages + jnp.arange(window // page)
