@@ -98,7 +98,7 @@ def _equation(equation: core.JaxprEqn, while_steps: int) -> Flops:
     if name == "pallas_call":
         grid = params["grid_mapping"].grid
         calls = math.prod(size for size in grid if isinstance(size, int))
-        kernel = str(params.get("name") or "")
+        kernel = params.get("name") or str(params["jaxpr"].debug_info.func_src_info)
         pages, read = paged_blocks(kernel, equation)
         body = jaxpr_flops(params["jaxpr"], while_steps=pages)
         share = calls * visible_blocks(kernel, grid)
