@@ -170,6 +170,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path("runs/compiled").absolute()))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     KEPT.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     if arguments.build:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -126,7 +127,9 @@ def encoder_of(manifest: Manifest, mesh: Mesh | None = None, encoder: str = "") 
     Raises:
       UserError: it cannot be loaded, or is another one.
     """
-    use = {name: value for name, value in manifest.encoder_use.items() if name != "family"}
+    use: dict[str, Any] = {
+        name: value for name, value in manifest.encoder_use.items() if name != "family"
+    }
     embedder = load_embedder(encoder or manifest.encoder, mesh=mesh, **use)
     if embedder.fingerprint != manifest.encoder_hash:
         raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,12 @@ class DeviceNeighbours:
         axes = PartitionSpec(mesh.axis_names)
         self._count, self._own = count, own
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             start = index[0].start or 0
             rows = np.asarray(vectors_NxE[start : min(start + own, count)], np.float32)
             return np.pad(rows, ((0, own - len(rows)), (0, 0)))
 
-        def matrix(index: tuple[slice, ...]) -> np.ndarray:
+        def matrix(index: Any) -> np.ndarray:
             rows = part(index)
             if precision == "int8":
                 scale = _scales(rows)[:, None]

@@ -184,7 +184,7 @@ def _build_shards(work: Path, manifest: Manifest, watch: Watch) -> None:
         first += rows
 
 
-def _read_rows(path: Path, mapped: np.ndarray, first: int, rows: int) -> np.ndarray:
+def _read_rows(path: Path, mapped: np.memmap, first: int, rows: int) -> np.ndarray:
     """Some rows as float32, read rather than mapped, so that their pages do not count twice."""
     dims = mapped.shape[1]
     with path.open("rb") as stream:

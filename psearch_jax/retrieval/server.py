@@ -154,7 +154,8 @@ def make_app(
         return await _reranked(request, body, reranker)
 
     async def _reranked(request: Request, body: dialects.Rerank, with_: Reranker) -> Response:
-        candidates, given = [], {}
+        candidates: list[list[Hit]] = []
+        given: dict[int, Any] = {}
         for number, own in enumerate(body.documents):
             try:
                 hits = [Hit(dialects.read_document(value), 0.0) for value in own]

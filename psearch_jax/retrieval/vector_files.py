@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from psearch_jax.retrieval.embedding import Embedder, Progress, choose_lengths, distinct_texts
 
-BLOCK = 8192  # rows embedded between two saves
-LENGTHS_FROM = 4 * BLOCK  # texts that the padded lengths are chosen by
+BLOCK = 2048  # rows embedded between two saves
+LENGTHS_FROM = 16 * BLOCK  # texts that the padded lengths are chosen by
 HEADER = 128  # bytes of the header of a .npy file, by its format a multiple of 64
 
 #: A block of rows, in order.

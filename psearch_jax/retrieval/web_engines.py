@@ -206,7 +206,7 @@ class WebSearcher(CachingSearch):
         results: Any = content
         for key in self._engine.results:
             results = results.get(key, {}) if isinstance(results, dict) else {}
-        hits = []
+        hits: list[Hit] = []
         for result in results or []:
             text = result.get(self._engine.text)
             if isinstance(text, str) and text.strip():
