@@ -34,6 +34,7 @@ from psearch_jax.retrieval.searcher import (
     open_searcher,
 )
 from psearch_jax.rollout.engine import Engine
+from psearch_jax.rollout.sizing import choose_slots
 
 #: Where the package keeps the policy that `policy: embedded` means.
 EMBEDDED_POLICY = Path(__file__).parent / "policies" / "embedded"
@@ -190,18 +191,49 @@ def _open_remote(config: RetrievalConfig) -> SearchBackend:
 
 
 def open_engine(
-    config: Config, policy: Policy, backend: SearchBackend, mesh: Mesh | None = None
+    config: Config,
+    policy: Policy,
+    backend: SearchBackend,
+    mesh: Mesh | None = None,
+    *,
+    training: bool = False,
 ) -> Engine:
-    """A rollout engine for the policy, on the first device unless a mesh is given."""
-    return Engine(
+    """A rollout engine for the policy, on the first device unless a mesh is given. Its `sizing` says how many slots it
+    has and why; `training`: leave room for what a learner will hold beside it.
+
+    Raises:
+      UserError: `rollout.slots` asks for more than fits; the sentence says how many do.
+    """
+    layout = Layout(mesh if mesh is not None and mesh.size > 1 else None, "rollout")
+    rollout, sizing = choose_slots(
+        config.rollout,
+        policy.config,
+        layout,
+        episodes=config.trainer.questions_per_step * config.trainer.group_size,
+        reserved=_held_by_learner(config, policy) if training else 0,
+    )
+    engine = Engine(
         policy.graphdef,
         policy.config,
         policy.tokenizer,
         config.protocol,
         backend,
-        config.rollout,
+        rollout,
         retries=config.retrieval.retries,
         timeout=config.retrieval.timeout,
         concurrency=config.retrieval.concurrency,
         mesh=mesh,
     )
+    engine.sizing = sizing
+    return engine
+
+
+def _held_by_learner(config: Config, policy: Policy) -> int:
+    """Bytes of a device beside the parameters that are there: the learner's copy, its moments, the reference of the KL
+    term, and what the engine computes with."""
+    own = sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(policy.params)
+        if isinstance(leaf, jax.Array)
+    )
+    return own * (4 + (config.algorithm.kl_coefficient > 0))

@@ -187,7 +187,9 @@ class SamplingConfig:
 class RolloutConfig:
     """The engine: seats, sequence length, shapes."""
 
-    slots: int = 96
+    slots: int = (
+        0  # live episodes; 0: as many as memory is free for, but no more than one rollout plays
+    )
     context: int = 512  # tokens of one episode, prompt and observations included
     # Slots that one decoding block computes; 0: all of them, where their cache lies. Fewer: the caches of some that do
     # not wait are copied together for each block, so that slots which wait for a search cost nothing.

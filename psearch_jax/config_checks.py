@@ -97,7 +97,7 @@ def _impossible_shapes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"the largest of rollout.append_buckets is {rollout.append_buckets[-1]}, which is larger than "
             f"rollout.context={rollout.context}: remove it",
         )
-    if rollout.decode_rows > rollout.slots:
+    if rollout.slots and rollout.decode_rows > rollout.slots:
         yield (
             ("rollout.decode_rows", "rollout.slots"),
             f"rollout.decode_rows={rollout.decode_rows} is more than rollout.slots={rollout.slots}: make it "

@@ -60,7 +60,7 @@ ABOVE_ZERO = frozenset(
         *("protocol.max_subqueries", "protocol.top_k", "protocol.observation_tokens"),
         *("reward.judge.timeout", "reward.judge.concurrency", "reward.judge.reply_tokens"),
         *("reward.judge.give_up_after", "retrieval.timeout", "retrieval.concurrency"),
-        *("protocol.turn_tokens", "sampling.top_p", "rollout.slots", "rollout.context"),
+        *("protocol.turn_tokens", "sampling.top_p", "rollout.context"),
         *("rollout.decode_block", "optimizer.learning_rate", "optimizer.adam_learning_rate"),
         *("algorithm.minibatches", "algorithm.row_length", "algorithm.micro_rows"),
         *("algorithm.logprob_chunk", "trainer.questions_per_step", "trainer.group_size"),

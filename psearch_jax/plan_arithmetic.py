@@ -97,7 +97,7 @@ def reckon(config: Config, devices: int) -> Reckoned:
     layer = 2 * sizes.num_heads * sizes.head_dim + 2 * sizes.num_kv_heads * sizes.head_dim
     layer = (layer + 3 * sizes.intermediate_size) * sizes.hidden_size * width // tensor
     vocabulary = sizes.vocab_size // (shape["fsdp"] * tensor * shape["sequence"])
-    slots = config.rollout.slots // recipe.engine.pieces
+    slots = recipe.config.rollout.slots // recipe.engine.pieces
     appended = recipe.engine.append_rows // recipe.engine.pieces
     return Reckoned(
         recipe=recipe,
@@ -173,11 +173,10 @@ def _candidates(config: Config, devices: int, playing: bool) -> list[tuple[str, 
 
     algorithm, rollout, model, mesh = config.algorithm, config.rollout, config.model, config.mesh
     if playing:
+        episodes = config.trainer.questions_per_step * config.trainer.group_size
         for share in (0.75, 0.5, 0.25):
-            offer(
-                "fewer episodes at a time",
-                rollout={"slots": max(devices, int(rollout.slots * share) // devices * devices)},
-            )
+            fewer = int((rollout.slots or episodes) * share) // devices * devices
+            offer("fewer episodes at a time", rollout={"slots": max(devices, fewer)})
     else:
         if algorithm.micro_rows > 1:
             offer("smaller micro-batches", algorithm={"micro_rows": algorithm.micro_rows // 2})

@@ -87,6 +87,7 @@ def lay_out_abstract(config: Config, mesh: Mesh) -> Abstract:
       UserError: there is no architecture, or its sizes do not fit the mesh.
     """
     layout = Layout(mesh)
+    config = _with_slots(config, mesh)
     decoder = on_mesh(replace(read_architecture(config), lora=lora_spec(config.model)), layout)
     graphdef, shapes = abstract_params(decoder, jnp.dtype(config.model.param_dtype))
     trainable, frozen = split_trainable(shapes)
@@ -148,6 +149,16 @@ def lay_out_abstract(config: Config, mesh: Mesh) -> Abstract:
         ),
         rows=batch_rows(config, row_shards(mesh)),
     )
+
+
+def _with_slots(config: Config, mesh: Mesh) -> Config:
+    """The number of slots that a run would choose if memory were no matter: its episodes of a step."""
+    if config.rollout.slots:
+        return config
+    pieces = row_shards(mesh, "rollout")
+    episodes = config.trainer.questions_per_step * config.trainer.group_size
+    slots = -(-episodes // pieces) * pieces
+    return replace(config, rollout=replace(config.rollout, slots=slots))
 
 
 def read_architecture(config: Config) -> DecoderConfig:

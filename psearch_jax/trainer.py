@@ -403,7 +403,8 @@ def _open(config: Config, display: Display) -> tuple[Trainer, Policy]:
         mesh=mesh if mesh.size > 1 else None,
     )
     policy = lay_out(policy, config, mesh)
-    engine = open_engine(config, policy, open_backend(config.retrieval), mesh)
+    engine = open_engine(config, policy, open_backend(config.retrieval), mesh, training=True)
+    display.note(str(engine.sizing))
     display.note(f"attention while decoding: {engine.attention}")
     questions = load_questions(config.data, "train")
     trainer = Trainer(config, engine, policy.params, questions, mesh=mesh)

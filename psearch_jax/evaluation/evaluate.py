@@ -268,6 +268,7 @@ def run(config: Config, *, json: bool = False) -> dict[str, Any]:
         display.phase(f"opening policy {source} and index")
         policy = open_policy(source)
         engine = open_engine(config, policy, open_backend(config.retrieval))
+        display.note(str(engine.sizing))
         display.phase(f"evaluating {name} on {settings.split}")
         summary = evaluate(
             engine,

@@ -30,6 +30,7 @@ from psearch_jax.rollout.loop import Player
 from psearch_jax.rollout.programs import Block, SlotState, empty_rows
 from psearch_jax.rollout.protocol import control_tags, prompt_text, stop_tags
 from psearch_jax.rollout.seats import Event
+from psearch_jax.rollout.sizing import Sizing
 
 
 class Engine:
@@ -48,7 +49,7 @@ class Engine:
         are brought there. The first local device unless given.
 
     Raises:
-      UserError: slots that the mesh does not divide.
+      UserError: no slots, or a number that the mesh does not divide.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Engine:
             end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.end_ids = tuple(end_ids)
         self.stats: dict[str, Any] = {}  # of the last rollout
+        self.sizing: Sizing | None = None  # how the number of slots was found, where it was
         self.windows = _buckets(rollout.window_buckets, rollout.context)
         # Appends are few beside decoding steps: they use every other window, which halves their programs.
         self.append_windows = self.windows[::-1][::2][::-1]
@@ -86,6 +88,10 @@ class Engine:
             rollout.attention, self.layout, head_dim=config.head_dim, windows=self.windows
         )
         self.pieces = self.layout.size("rows")
+        if rollout.slots < 1:
+            raise UserError(
+                "rollout.slots is 0, which leaves the number to `assembly.open_engine`; give the engine one."
+            )
         check_divides(self.layout, "rollout.slots", "rows", rollout.slots)
         if rollout.decode_rows:
             check_divides(self.layout, "rollout.decode_rows", "rows", rollout.decode_rows)
