@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from psearch_jax import processes
 from psearch_jax.config import ProtocolConfig, RolloutConfig, SamplingConfig
 from psearch_jax.errors import UserError
 from psearch_jax.mesh import Layout, check_divides, param_shardings, replicated, resolve_dtype
@@ -30,7 +31,9 @@ from psearch_jax.rollout.loop import Player
 from psearch_jax.rollout.programs import Block, SlotState, empty_rows
 from psearch_jax.rollout.protocol import control_tags, prompt_text, stop_tags
 from psearch_jax.rollout.seats import Event
+from psearch_jax.rollout.share import our_share
 from psearch_jax.rollout.sizing import Sizing
+from psearch_jax.rollout.stops import check_tags, pause_table
 
 
 class Engine:
@@ -88,6 +91,7 @@ class Engine:
             rollout.attention, self.layout, head_dim=config.head_dim, windows=self.windows
         )
         self.pieces = self.layout.size("rows")
+        self.share = our_share(self.layout)
         if rollout.slots < 1:
             raise UserError(
                 "rollout.slots is 0, which leaves the number to `assembly.open_engine`; give the engine one."
@@ -175,15 +179,18 @@ class Engine:
         `on_event` gets an `Event` for everything that is appended, `on_end` each episode when it has ended, with its
         place among the requests. Afterwards `stats` holds the figures.
 
-        Raises UserError for an empty prompt or one that does not fit the context.
+        Raises UserError for an empty question or prompt, one that does not fit the context, or a tag that the tokenizer
+        cannot write.
         """
-        _check(requests, self.rollout_config.context)
+        _check(requests, self.rollout_config.context, protocol or self.protocol)
+        each = [sampling] * len(requests) if isinstance(sampling, SamplingConfig) else sampling
+        places = self.share.mine(requests)
         player = Player(
             self,
             self.place(params),
-            requests,
-            key=jax.device_put(key, self.sharding),
-            sampling=sampling,
+            [requests[i] for i in places],
+            key=self._everywhere(key),
+            sampling=[each[i] for i in places],
             protocol=protocol or self.protocol,
             end_ids=self.end_ids if end_ids is None else tuple(end_ids),
             on_event=on_event,
@@ -191,7 +198,7 @@ class Engine:
         )
         episodes = player.play()
         self.stats = player.stats()
-        return episodes
+        return self.share.exchange(requests, places, episodes)
 
     def requests(
         self, questions: Sequence[Question], members: int = 1, *, first_group: int = 0
@@ -210,24 +217,28 @@ class Engine:
     def warm_up(self, params: nnx.State) -> None:
         """Compile every program that a rollout can need, by running each once on empty slots."""
         slots, rows = self.rollout_config.slots, self.append_rows
-        none_B = np.zeros(slots, bool)
-        nobody_N = np.full(rows, slots, np.int32)
+        put, part = self.share.put, self.share.part
+        none_B, nobody_N = (
+            put(np.zeros(part(slots), bool)),
+            put(np.full(part(rows), slots, np.int32)),
+        )
+        zero_N, one_N = (put(np.full(part(rows), n, np.int32)) for n in (0, 1))
         params = self.place(params)
-        key = jax.device_put(jax.random.key(0), self.sharding)
+        key = self._everywhere(jax.random.key(0))
         state = self.start()
         smaller = 0
         for chunk in self.chunks:
             for window in self.append_windows:
                 if window > smaller:
-                    tokens_NxT = np.zeros((rows, chunk), np.int32)
-                    count_N = np.ones(rows, np.int32)
+                    tokens_NxT = put(np.zeros((part(rows), chunk), np.int32))
                     state = self.append(
-                        params, state, nobody_N, tokens_NxT, count_N - 1, count_N, window=window
+                        params, state, nobody_N, tokens_NxT, zero_N, one_N, window=window
                     )
             smaller = chunk
         state = self.clear(state, none_B)
         state = self.seat(state, none_B, nobody_N, nobody_N, none_B)
-        inputs = empty_rows(self.rollout_config.decode_rows or slots, slots)
+        inputs = empty_rows(part(self.rollout_config.decode_rows or slots), slots)
+        inputs = inputs._replace(**{name: put(x) for name, x in inputs._asdict().items() if x.ndim})
         pauses_V = self.pauses(self.protocol, self.end_ids)
         for window in self.windows:
             state, _ = self.decode(params, state, inputs, key, pauses_V, window=window)
@@ -247,19 +258,29 @@ class Engine:
         return self._place(params)
 
     def pauses(self, protocol: ProtocolConfig, end_ids: Sequence[int]) -> Array:
-        """bool [V]: where a slot pauses: at end tokens, and at those that could complete a stop tag."""
+        """bool [V]: where a slot pauses: at end tokens, and at those that could complete a stop tag.
+
+        Raises UserError for a tag that the tokenizer cannot write.
+        """
         tags = stop_tags(protocol)
         wanted = (tags, tuple(end_ids))
         if wanted not in self._pauses:
+            check_tags(self.tokenizer, control_tags(protocol))
             if not self._token_texts:
                 every = [[i] for i in range(min(self.config.vocab_size, len(self.tokenizer)))]
                 self._token_texts = self.tokenizer.batch_decode(every, skip_special_tokens=False)
-            table_V = np.zeros(self.config.vocab_size, bool)
-            for i, text in enumerate(self._token_texts):
-                table_V[i] = any(could_complete(text, tag) for tag in tags)
-            table_V[list(end_ids)] = True
-            self._pauses[wanted] = jax.device_put(table_V, self.sharding)
+            table_V = pause_table(self._token_texts, tags, end_ids, self.config.vocab_size)
+            self._pauses[wanted] = processes.place(table_V, self.sharding)
         return self._pauses[wanted]
+
+    def _everywhere(self, key: Array) -> Array:
+        """A key, typed, on every device."""
+        typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if self.share.count == 1:
+            key = jax.device_put(key, self.sharding)
+            return key if typed else jax.random.wrap_key_data(key)
+        data = np.asarray(jax.random.key_data(key) if typed else key)
+        return jax.random.wrap_key_data(processes.place(data, self.sharding))
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, control tokens included."""
@@ -282,25 +303,13 @@ def state_shardings(layout: Layout, state: SlotState) -> SlotState:
     return SlotState(jax.tree.map(lambda x: where(*cache_axes(x.ndim)), state.cache), rows, rows)
 
 
-def could_complete(token: str, tag: str) -> bool:
-    """Whether appending this token's text to some text could complete the tag.
-
-    It can when the token up to one of its characters is a suffix of the tag, or has the tag as its suffix. (So `>`
-    can complete `</search>`, `h>.` can, `</think>` cannot.) Tokens that hold a broken character say nothing about
-    their text; they count when the tag is not plain ASCII.
-    """
-    if "\ufffd" in token and not tag.isascii():
-        return True
-    return any(
-        tag.endswith(token[:end]) or token[:end].endswith(tag)
-        for end in range(1, len(token) + 1)
-        if token[end - 1] == tag[-1]
-    )
-
-
-def _check(requests: Sequence[Request], context: int) -> None:
+def _check(requests: Sequence[Request], context: int, protocol: ProtocolConfig) -> None:
     for request in requests:
         length = len(request.prompt_ids)
+        if not request.question.text.strip() and not protocol.prompt_column:
+            raise UserError(
+                f"question {request.question.id!r} is empty; give it a text or leave it out."
+            )
         if not length:
             raise UserError(
                 f"question {request.question.id!r} has an empty prompt; give the question some text."

@@ -1,6 +1,7 @@
 """The host's half of a rollout: who sits in which slot, what a paused turn says, what is appended.
 
-Single-threaded about episodes; searches run in the background (`searches.py`).
+Single-threaded about episodes; searches run in the background (`searches.py`). Where several processes run one engine,
+each has this loop over its own slots, and before each compiled call they agree on what it must hold (`share.py`).
 """
 
 from __future__ import annotations
@@ -38,29 +39,34 @@ class Player:
         requests: Sequence[Request],
         *,
         key: Array,
-        sampling: SamplingConfig | Sequence[SamplingConfig],
+        sampling: Sequence[SamplingConfig],
         protocol: ProtocolConfig,
         end_ids: tuple[int, ...],
         on_event: Callable[[Event], None] | None,
         on_end: Callable[[int, Episode], None] | None = None,
     ):
         self.engine, self.params, self.protocol = engine, params, protocol
-        self.slots, self.context = engine.rollout_config.slots, engine.rollout_config.context
-        samplings = [sampling] * len(requests) if isinstance(sampling, SamplingConfig) else sampling
-        is_raw = not jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
-        self.key = jax.random.wrap_key_data(key) if is_raw else key
+        self.share, self.context = engine.share, engine.rollout_config.context
+        self.slots = self.share.part(engine.rollout_config.slots)
+        self.first = self.share.first(
+            engine.rollout_config.slots
+        )  # our slot 0 among those of all processes
+        self.key = key
         self.end_ids = frozenset(end_ids)
         self.pauses_V = engine.pauses(protocol, end_ids)
         self.on_event, self.on_end = on_event, on_end
-        self.queue = deque(enumerate(zip(requests, samplings, strict=True)))
-        self.runs = Runs(slots=self.slots, pieces=engine.pieces)
+        self.queue = deque(enumerate(zip(requests, sampling, strict=True)))
+        self.runs = Runs(slots=self.slots, pieces=self.share.part(engine.pieces))
         self.seats: list[Seat | None] = [None] * self.slots
         self.held: list[tuple[int, ...]] = [
             ()
         ] * self.slots  # whose prompt each slot's cache begins with
         self.episodes: list[Episode | None] = [None] * len(requests)
         self.dirty_B = np.zeros(self.slots, bool)  # slots in whose cache something is not finite
-        self.rows = engine.rollout_config.decode_rows or self.slots  # of a decoding block
+        # Rows of a decoding block and of an append.
+        self.rows = self.share.part(engine.rollout_config.decode_rows) or self.slots
+        self.append_rows = self.share.part(engine.append_rows)
+        self.others_decode = False  # another process decoded in the last round
         self.figures = Figures(slots=self.slots, rows=self.rows)
         self.searches = Searches(engine.environment, protocol.top_k)
         self.unsent: list[Seat] = []
@@ -71,12 +77,18 @@ class Player:
         """Run until every episode has ended."""
         with self.figures.clock("total"):
             self.state = self.engine.start()
-            while self.queue or any(self.seats):
+            while True:
                 self._search()
-                if self._should_serve():
+                alive, serve = self.share.most(
+                    bool(self.queue or any(self.seats)), self._should_serve()
+                )
+                if not alive:
+                    break
+                if serve:
                     self._take_seats()
-                if rows := self._choose_rows():
-                    self._read(self._decode(rows), rows)
+                rows = self._choose_rows()
+                if block := self._decode(rows):
+                    self._read(block, rows)
             del self.state  # the cache is given back between rollouts
         return [episode for episode in self.episodes if episode is not None]
 
@@ -119,7 +131,9 @@ class Player:
         """
         active, waiting = self._waiting()
         if not active and not waiting:
-            return math.inf
+            if self.share.count == 1:
+                return math.inf
+            return 0.0 if self.others_decode else 0.02  # nobody waits for us, then all look again
         idle = self.rows - min(active + waiting, self.rows)
         worth = self.figures.block_seconds * min(idle, len(self.searches)) / max(active, 1)
         return worth if (self.searches.usual or 0.0) <= worth else 0.0
@@ -151,8 +165,10 @@ class Player:
 
     def _take_seats(self) -> None:
         """Fill empty slots from the queue, forward all pending tokens, begin behind shared prompts."""
-        if self.dirty_B.any():  # a masked NaN still spoils what is attended beside it
-            self.state = self.engine.clear(self.state, self.dirty_B)
+        put = self.share.put
+        if self.share.most(bool(self.dirty_B.any()))[0]:
+            # A masked NaN still spoils what is attended beside it.
+            self.state = self.engine.clear(self.state, put(self.dirty_B.copy()))
             self.held = [
                 () if dirty else ids for ids, dirty in zip(self.held, self.dirty_B, strict=True)
             ]
@@ -191,27 +207,32 @@ class Player:
             self.seats[slot] = seat
             begins_B[slot] = True
         self._append(prefilled_B)
-        if begins_B.any():
+        if self.share.most(bool(begins_B.any()))[0]:
             with self.figures.clock("prefill"):
                 self._seat(prefilled_B, copies, begins_B)
 
     def _append(self, prefilled_B: np.ndarray) -> None:
         """Forward all pending tokens, the longest together, in as few calls as the buckets allow."""
-        rows, chunks = self.engine.append_rows, self.engine.chunks
+        rows, chunks, put = self.append_rows, self.engine.chunks, self.share.put
         while True:
             work = [(slot, seat) for slot, seat in enumerate(self.seats) if seat and seat.pending]
-            if not work:
-                return
             work = sorted(work, key=lambda item: -len(item[1].pending))
-            width = min(len(work[0][1].pending), chunks[-1])
+            width = min(len(work[0][1].pending), chunks[-1]) if work else 0
             dealt = self.runs.deal(work, rows, lambda item: item[0])
+            reach = max(
+                (seat.length - max(0, len(seat.pending) - width) for _, (_, seat) in dealt),
+                default=0,
+            )
+            width, reach = self.share.most(width, reach)
+            if not width:
+                return
             bucket = next(size for size in chunks if size >= width)
-            slot_N = np.full(rows, self.slots, np.int32)
+            slot_N = np.full(rows, self.engine.rollout_config.slots, np.int32)
             tokens_NxT = np.zeros((rows, bucket), np.int32)
             start_N, count_N = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
             for n, (slot, seat) in dealt:
                 piece, seat.pending = seat.pending[:width], seat.pending[width:]
-                slot_N[n], count_N[n] = slot, len(piece)
+                slot_N[n], count_N[n] = self.first + slot, len(piece)
                 start_N[n] = seat.length - len(seat.pending) - len(piece)
                 tokens_NxT[n, : len(piece)] = piece
                 role = "prompt" if prefilled_B[slot] else "observation"
@@ -219,34 +240,40 @@ class Player:
                 if not seat.pending:
                     seat.state = "decoding"
             self.figures.counts.update(append_calls=1, append_positions=rows * bucket)
-            reach = int((start_N + count_N).max())
             window = next(size for size in self.engine.append_windows if size >= reach)
-            with self.figures.clock("prefill" if prefilled_B[work[0][0]] else "append"):
+            with self.figures.clock("prefill" if work and prefilled_B[work[0][0]] else "append"):
                 self.state = self.engine.append(
-                    self.params, self.state, slot_N, tokens_NxT, start_N, count_N, window=window
+                    self.params,
+                    self.state,
+                    put(slot_N),
+                    put(tokens_NxT),
+                    put(start_N),
+                    put(count_N),
+                    window=window,
                 )
                 self.state.hidden_BxD.block_until_ready()
 
     def _seat(
         self, prefilled_B: np.ndarray, copies: list[tuple[int, int]], begins_B: np.ndarray
     ) -> None:
-        rows, first = self.engine.append_rows, True
-        while copies or first:
+        rows, put, begun = self.append_rows, self.share.put, False
+        nobody = self.engine.rollout_config.slots
+        no_B = np.zeros_like(begins_B)
+        while True:
             part = self.runs.deal(copies, rows, lambda copy: copy[1])
-            src_N, dst_N = np.full(rows, self.slots, np.int32), np.full(rows, self.slots, np.int32)
+            src_N, dst_N = np.full(rows, nobody, np.int32), np.full(rows, nobody, np.int32)
             for n, (src, dst) in part:
-                src_N[n], dst_N[n] = src, dst
+                src_N[n], dst_N[n] = self.first + src, self.first + dst
             done = {dst for _, (_, dst) in part}
             copies = [copy for copy in copies if copy[1] not in done]
-            nobody = np.zeros_like(begins_B)
+            # Prompts are there before they are copied, and copied before anyone begins behind them.
+            begin_B = begins_B if not copies and not begun else no_B
             self.state = self.engine.seat(
-                self.state,
-                prefilled_B if first else nobody,
-                src_N,
-                dst_N,
-                nobody if copies else begins_B,
+                self.state, put(prefilled_B), put(src_N), put(dst_N), put(begin_B)
             )
-            first = False
+            prefilled_B, begun = no_B, begun or not copies
+            if not self.share.most(len(copies))[0]:
+                break
         self.state.hidden_BxD.block_until_ready()
 
     # -- decoding
@@ -259,37 +286,33 @@ class Player:
         ready.sort(key=lambda seat: seat.index)
         return self.runs.deal(ready, self.rows, lambda seat: seat.slot)
 
-    def _decode(self, rows: Sequence[tuple[int, Seat]]) -> Block:
-        """One block in these rows."""
+    def _decode(self, rows: Sequence[tuple[int, Seat]]) -> Block | None:
+        """One block in these rows; None when no process has any."""
         waiting = self._waiting()[1]
         stop_at = max(0, len(rows) + waiting - self._patience(len(rows), waiting))
-        inputs = self._inputs(rows, stop_at=min(stop_at, len(rows) - 1))
+        stop_at = max(0, min(stop_at, len(rows) - 1))
         steps = self.engine.rollout_config.decode_block
-        reach_R = inputs.length_R + np.minimum(inputs.room_R, steps)
-        window = next(size for size in self.engine.windows if size >= int(reach_R.max()))
+        inputs = empty_rows(self.rows, self.engine.rollout_config.slots)
+        for row, seat in rows:
+            seat.fill(inputs, row, self.first + seat.slot, self.protocol, self.context)
+        reach_R = np.where(inputs.active_R, inputs.length_R + np.minimum(inputs.room_R, steps), 0)
+        agreed = self.share.agree(int(reach_R.max()), stop_at, len(rows))
+        reach, (_, stop_at, active) = int(agreed[:, 0].max()), agreed.sum(axis=0).tolist()
+        self.others_decode = active > len(rows)
+        if not reach:
+            return None
+        window = next(size for size in self.engine.windows if size >= reach)
         with self.figures.clock("decode"):
+            inputs = RowInputs(*map(self.share.put, inputs[:-1]), stop_at=np.int32(stop_at))
             self.state, block = self.engine.decode(
                 self.params, self.state, inputs, self.key, self.pauses_V, window=window
             )
-            block = jax.device_get(block)
+            *by_row, taken = jax.device_get(block)
+            block = Block(*map(self.share.own, by_row), steps=taken)
         self.figures.decoded(
-            drawn=int(block.count_R.sum()), steps=int(block.steps), busy=bool(self.queue)
+            drawn=int(block.count_R.sum()), steps=int(taken), busy=bool(self.queue)
         )
         return block
-
-    def _inputs(self, rows: Sequence[tuple[int, Seat]], *, stop_at: int) -> RowInputs:
-        inputs = empty_rows(self.rows, self.slots, stop_at=stop_at)
-        for row, seat in rows:
-            inputs.slot_R[row] = seat.slot
-            inputs.active_R[row] = True
-            inputs.length_R[row] = seat.length
-            inputs.room_R[row] = seat.room(self.protocol, self.context)
-            inputs.group_R[row] = seat.request.group
-            inputs.member_R[row] = seat.request.member
-            inputs.temperature_R[row] = seat.sampling.temperature
-            inputs.top_k_R[row] = seat.sampling.top_k
-            inputs.top_p_R[row] = seat.sampling.top_p
-        return inputs
 
     def _read(self, block: Block, rows: Sequence[tuple[int, Seat]]) -> None:
         """Record what was drawn; look at the text of the slots that paused and let them act or go on."""

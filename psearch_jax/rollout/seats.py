@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from psearch_jax.config import ProtocolConfig, SamplingConfig
 from psearch_jax.rollout.episode import Episode, Request, Role, Turn
+from psearch_jax.rollout.programs import RowInputs
 
 Item = TypeVar("Item")
 
@@ -69,6 +70,20 @@ class Seat:
     def room(self, protocol: ProtocolConfig, context: int) -> int:
         """Tokens that this turn may still get."""
         return min(protocol.turn_tokens - self.drawn, self.limit(protocol, context) - self.length)
+
+    def fill(
+        self, inputs: RowInputs, row: int, slot: int, protocol: ProtocolConfig, context: int
+    ) -> None:
+        """Write what a decoding block must know into a row of its inputs; `slot` counts over all processes."""
+        inputs.slot_R[row] = slot
+        inputs.active_R[row] = True
+        inputs.length_R[row] = self.length
+        inputs.room_R[row] = self.room(protocol, context)
+        inputs.group_R[row] = self.request.group
+        inputs.member_R[row] = self.request.member
+        inputs.temperature_R[row] = self.sampling.temperature
+        inputs.top_k_R[row] = self.sampling.top_k
+        inputs.top_p_R[row] = self.sampling.top_p
 
     def extend(
         self, ids: Sequence[int], role: Role, logprobs: Sequence[float] | None = None

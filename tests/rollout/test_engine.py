@@ -13,12 +13,15 @@ from rollout import toys
 
 from psearch_jax.config import SamplingConfig
 from psearch_jax.errors import UserError
+from psearch_jax.learning.batches import from_episode, pack
+from psearch_jax.learning.update import FLOAT32, make_score
 from psearch_jax.questions.question import Question
-from psearch_jax.rollout.engine import Engine, could_complete
+from psearch_jax.rollout.engine import Engine
 from psearch_jax.rollout.environment import SearchEnvironment
 from psearch_jax.rollout.episode import Role
 from psearch_jax.rollout.protocol import parse_turn
 from psearch_jax.rollout.reference import play
+from psearch_jax.rollout.stops import could_complete
 
 KEY = jax.random.key(5)
 PROMPTS = ("ab\n", "bca\n", "c1\n")
@@ -339,6 +342,47 @@ def test_prompts_that_cannot_be_played_name_the_question(prompt, words):
     )
     with pytest.raises(UserError, match=rf"'nq/7'.*{words}"):
         e.rollout(policy("whole"), [request], key=KEY, sampling=SAMPLED)
+
+
+def test_an_empty_question_and_a_tag_that_cannot_be_written_are_named():
+    e = engine("whole")
+    request = replace(
+        toys.make_requests(e.tokenizer, ["a\n"])[0],
+        question=Question(id="nq/8", text=" \n", golden_answers=("a",)),
+    )
+    with pytest.raises(UserError, match="'nq/8' is empty"):
+        e.rollout(policy("whole"), [request], key=KEY, sampling=SAMPLED)
+    foreign = replace(toys.PROTOCOL, search=("[find]", "[/find]"))
+    request = toys.make_requests(e.tokenizer, ["a\n"])[0]
+    with pytest.raises(UserError, match=r"cannot write the tag '\[find\]'"):
+        e.rollout(policy("whole"), [request], key=KEY, sampling=SAMPLED, protocol=foreign)
+
+
+def test_law_03_each_of_several_end_tokens_ends_an_episode():
+    e = engine("whole")
+    ends = e.tokenizer.convert_tokens_to_ids(["<|end|>", "c", "#"])
+    requests = toys.make_requests(e.tokenizer, PROMPTS, 6)
+    episodes = e.rollout(policy("whole"), requests, key=KEY, sampling=SAMPLED, end_ids=ends)
+    ended = [ep.ids[-1] for ep in episodes if ep.end_reason == "end"]
+    assert len(set(ended)) >= 2
+    for ep in episodes:
+        drawn = [i for i, r in zip(ep.ids, ep.roles, strict=True) if r == Role.POLICY]
+        inside = drawn[:-1] if ep.end_reason == "end" else drawn
+        assert not set(inside) & set(ends)
+
+
+def test_law_09_logprobs_equal_the_trainers():
+    e = engine("split")
+    params, sampling = policy("split"), SamplingConfig(temperature=0.7)
+    requests = toys.make_requests(e.tokenizer, PROMPTS, 3)
+    episodes = e.rollout(params, requests, key=KEY, sampling=sampling)
+    batch = pack([from_episode(ep, 1.0) for ep in episodes], 96)
+    score = make_score(e.graphdef, None, FLOAT32, temperature=0.7)
+    own_RxL = jax.jit(lambda p, b: score(p, b, "none").logprobs_RxL)(params, batch)
+    counted_RxL = batch.weights_RxL > 0
+    assert counted_RxL.sum() == sum(ep.count(Role.POLICY) for ep in episodes) > 50
+    gap_RxL = np.abs(np.asarray(own_RxL) - batch.old_logprobs_RxL)[counted_RxL]
+    assert gap_RxL.max() <= 1e-4
 
 
 def test_events_stream_what_is_appended():
