@@ -103,14 +103,18 @@ def write_slots(
 
 
 def copy_slots(
-    cache: KVCache, src_N: Int[Array, "N"], dst_N: Int[Array, "N"], pieces: int = 1
+    cache: KVCache,
+    src_N: Int[Array, "N"],
+    dst_N: Int[Array, "N"],
+    pieces: int = 1,
+    window: int | None = None,
 ) -> KVCache:
-    """Copy whole slots: row dst_n becomes what row src_n was before the call.
+    """Copy slots, or their first `window` positions: row dst_n becomes what row src_n was before the call.
 
     Entries whose dst is not a slot (dst >= S) are dropped, so that N can stay fixed. Sources are all read
     before anything is written; two entries with the same dst are the caller's mistake. `pieces` as in `read_slots`.
     """
-    length = cache[0][0].shape[-2]
+    length = window or cache[0][0].shape[-2]
     return write_slots(cache, read_slots(cache, src_N, length, pieces), dst_N, length, pieces)
 
 

@@ -138,7 +138,10 @@ class Engine:
             out_shardings=in_place,
         )
         self.seat: Callable[..., SlotState] = jax.jit(
-            partial(programs.seat, pieces=self.pieces), donate_argnums=0, out_shardings=in_place
+            partial(programs.seat, pieces=self.pieces),
+            static_argnames="window",
+            donate_argnums=0,
+            out_shardings=in_place,
         )
         self.clear: Callable[..., SlotState] = jax.jit(
             programs.clear, donate_argnums=0, out_shardings=in_place
@@ -236,7 +239,8 @@ class Engine:
                     )
             smaller = chunk
         state = self.clear(state, none_B)
-        state = self.seat(state, none_B, nobody_N, nobody_N, none_B)
+        for window in self.append_windows:
+            state = self.seat(state, none_B, nobody_N, nobody_N, none_B, window=window)
         inputs = empty_rows(part(self.rollout_config.decode_rows or slots), slots)
         inputs = inputs._replace(**{name: put(x) for name, x in inputs._asdict().items() if x.ndim})
         pauses_V = self.pauses(self.protocol, self.end_ids)

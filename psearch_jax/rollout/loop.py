@@ -259,6 +259,8 @@ class Player:
         rows, put, begun = self.append_rows, self.share.put, False
         nobody = self.engine.rollout_config.slots
         no_B = np.zeros_like(begins_B)
+        (reach,) = self.share.most(max((len(self.held[dst]) for _, dst in copies), default=0))
+        window = next(size for size in self.engine.append_windows if size >= reach)
         while True:
             part = self.runs.deal(copies, rows, lambda copy: copy[1])
             src_N, dst_N = np.full(rows, nobody, np.int32), np.full(rows, nobody, np.int32)
@@ -269,7 +271,12 @@ class Player:
             # Prompts are there before they are copied, and copied before anyone begins behind them.
             begin_B = begins_B if not copies and not begun else no_B
             self.state = self.engine.seat(
-                self.state, put(prefilled_B), put(src_N), put(dst_N), put(begin_B)
+                self.state,
+                put(prefilled_B),
+                put(src_N),
+                put(dst_N),
+                put(begin_B),
+                window=window,
             )
             prefilled_B, begun = no_B, begun or not copies
             if not self.share.most(len(copies))[0]:

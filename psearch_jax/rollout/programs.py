@@ -259,18 +259,21 @@ def seat(
     dst_N: Int[Array, "N"],
     begins_B: Bool[Array, "B"],
     *,
+    window: int,
     pieces: int = 1,
 ) -> SlotState:
     """Let episodes begin behind prompts that the cache holds already.
 
     `prefilled` slots have just had their prompt appended; each `dst` slot then gets the rows of its `src`
     slot (which may be in the middle of an episode: its prompt's rows are still the first ones); slots that
-    `begin` continue from the end of their prompt. Entries with `dst` = B are padding. `pieces`: as in `read_slots`.
+    `begin` continue from the end of their prompt. Entries with `dst` = B are padding. `window`, static, covers the
+    prompts that are copied; `pieces`: as in `read_slots`.
     """
     prompt_BxD = jnp.where(prefilled_B[:, None], state.hidden_BxD, state.prompt_hidden_BxD)
     prompt_BxD = prompt_BxD.at[dst_N].set(prompt_BxD.at[src_N].get(mode="clip"), mode="drop")
     hidden_BxD = jnp.where(begins_B[:, None], prompt_BxD, state.hidden_BxD)
-    return SlotState(copy_slots(state.cache, src_N, dst_N, pieces), hidden_BxD, prompt_BxD)
+    cache = copy_slots(state.cache, src_N, dst_N, pieces, window)
+    return SlotState(cache, hidden_BxD, prompt_BxD)
 
 
 def clear(state: SlotState, slots_B: Bool[Array, "B"]) -> SlotState:
