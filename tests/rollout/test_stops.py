@@ -2,14 +2,13 @@
 
 import base64
 import importlib.util
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rollout import toys
 from transformers import PreTrainedTokenizerFast
 
@@ -77,33 +76,27 @@ def test_law_03_no_way_to_write_a_turn_is_missed(name, feedback):
     texts, by_first, pauses = vocabulary(name)
     protocol = replace(PROTOCOL, feedback=feedback)
     stopped = set()
-
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-    @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=12), st.randoms())
-    def check(parts, random):
-        whole = "".join(parts)
-        text, looked = "", None
+    for seed in range(600):
+        chance = random.Random(seed)
+        begin = chance.choice(["", "<search>", "<answer>"])
+        whole = begin + "".join(chance.choices(PARTS, k=chance.randint(1, 12)))
+        text = ""
         while len(text) < len(whole):
             rest = whole[len(text) :]
             fitting = [i for i in by_first[rest[0]] if rest.startswith(texts[i])]
             # Long tokens as often as short ones, though there are fewer.
-            size = random.choice(sorted({len(texts[i]) for i in fitting}))
-            token = random.choice([i for i in fitting if len(texts[i]) == size])
+            size = chance.choice(sorted({len(texts[i]) for i in fitting}))
+            token = chance.choice([i for i in fitting if len(texts[i]) == size])
             text += texts[token]
-            after_each = parse_turn(protocol, text).kind
-            if pauses[token]:
-                looked = parse_turn(protocol, text).kind
-            if after_each != "none":
+            action = parse_turn(protocol, text)
+            if action.kind != "none":
                 # The engine looks at the very token after which there is something to see …
                 assert pauses[token], (texts[token], text)
-                assert looked == after_each
                 # … and what the token holds beyond the tag does not change what was read.
                 closed = max(text.rfind(tag) + len(tag) for tag in TAGS if tag in text)
-                assert parse_turn(protocol, text) == parse_turn(protocol, text[:closed])
+                assert action == parse_turn(protocol, text[:closed])
                 stopped.add(texts[token])
-                return
-
-    check()
+                break
     if name != "embedded":  # there a tag is one token or single characters
         assert {">", ">\n\n"} <= stopped
         assert any(len(text) > 1 and text.startswith(">") for text in stopped)
