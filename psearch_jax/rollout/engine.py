@@ -86,10 +86,10 @@ class Engine:
         self.chunks = _buckets(rollout.append_buckets, rollout.context, close=False)
         self.layout = Layout(mesh if mesh is not None and mesh.size > 1 else None, "rollout")
         dtype = self.dtype = resolve_dtype(rollout.dtype, self.layout)
-        # Slots lie on devices in `pieces` runs of equal length, and so do the rows of an append.
         self.attention = decode_attention.resolve(
             rollout.attention, self.layout, head_dim=config.head_dim, windows=self.windows
         )
+        # Slots lie on devices in `pieces` runs of equal length, and so do the rows of an append.
         self.pieces = self.layout.size("rows")
         self.share = our_share(self.layout)
         if rollout.slots < 1:
@@ -197,7 +197,7 @@ class Engine:
             protocol=protocol or self.protocol,
             end_ids=self.end_ids if end_ids is None else tuple(end_ids),
             on_event=on_event,
-            on_end=on_end,
+            on_end=on_end and (lambda i, episode: on_end(places[i], episode)),
         )
         episodes = player.play()
         self.stats = player.stats()
