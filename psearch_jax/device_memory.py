@@ -22,9 +22,11 @@ UPDATE_MEMORY = (
 
 @contextmanager
 def memory_explained(phase: tuple[str, str], step: int) -> Iterator[None]:
-    """Turn a device without enough memory into a sentence (UserError); checkpoints are as they were."""
+    """Turn a device without enough memory into a sentence (UserError); checkpoints are as they were. In a profiler's
+    trace the phase has its name and step."""
     try:
-        yield
+        with jax.profiler.StepTraceAnnotation(phase[0], step_num=step):
+            yield
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():

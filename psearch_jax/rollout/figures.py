@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 #: Where the seconds of a rollout go: device calls (of which the loop waits for the end), and waiting for results with
 #: nothing else to do. What is left of the total is the host's own work.
 PHASES = ("prefill", "append", "decode", "search")
@@ -31,7 +33,8 @@ class Figures:
         """Add the time inside to a phase."""
         began = time.perf_counter()
         try:
-            yield
+            with jax.profiler.TraceAnnotation(phase):  # a name in `psearch train --profile`
+                yield
         finally:
             self.seconds[phase] += time.perf_counter() - began
 
