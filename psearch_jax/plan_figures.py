@@ -129,7 +129,7 @@ def figures(
     return found
 
 
-def _counted(flops: Flops) -> dict[str, float]:
+def _counted(flops: Flops) -> dict[str, Any]:
     """What of a program's figures is counted in its jaxpr: anew each time, it is not worth keeping."""
     return {
         "flops": flops.total,
@@ -140,7 +140,7 @@ def _counted(flops: Flops) -> dict[str, float]:
 
 
 def _compiled(
-    lowered: Any, counted: dict[str, float], program: PlannedProgram, mesh: Mesh, slice_: Slice
+    lowered: Any, counted: dict[str, Any], program: PlannedProgram, mesh: Mesh, slice_: Slice
 ) -> Figures:
     try:
         compiled = lowered.compile()

@@ -155,6 +155,6 @@ def paged_blocks(kernel: str, equation: core.JaxprEqn) -> tuple[int, float]:
     if not kernel.startswith("paged_flash_attention"):
         return 1, 0.0
     lengths, indices = (math.prod(_shape(variable)) for variable in equation.invars[:2])
-    pool = next(v.aval for v in equation.invars if len(_shape(v)) == 4 and _shape(v)[0] == 1)
+    pool: Any = next(v.aval for v in equation.invars if len(_shape(v)) == 4 and _shape(v)[0] == 1)
     page_bytes = pool.shape[-2] * pool.shape[-1] * pool.dtype.itemsize
     return indices // lengths, 2.0 * indices * page_bytes

@@ -149,7 +149,7 @@ class Learner:
         sequences, critic_batches, told = self._give_advantages(every, rewards_GxM)
         self.sequences = sequences
         batches, denominator = minibatches(algorithm, sequences, self.rows, len(groups[0]))
-        placed = [place_batch(batch, self.mesh) for batch in batches]
+        placed: list[Any] = [place_batch(batch, self.mesh) for batch in batches]
         before: list[Mapping[str, Any]] = [{} for _ in placed]
         if self.rescore is not None:
             # All of them before the first update: they were all played by the same policy.
@@ -233,9 +233,15 @@ class Learner:
             return sequences, [], told
         # Of those that a shared critic's update computes, packed alike; others have nothing for either to learn.
         counted = [i for i, sequence in enumerate(every) if np.any(sequence.weights)]
-        targets = ([list_[i] for i in counted] for list_ in (every, returns, values))
-        sizes = (algorithm.row_length, self.rows, algorithm.minibatches)
-        return sequences, value_batches(*targets, *sizes), told
+        targets = value_batches(
+            [every[i] for i in counted],
+            [returns[i] for i in counted],
+            [values[i] for i in counted],
+            algorithm.row_length,
+            self.rows,
+            algorithm.minibatches,
+        )
+        return sequences, targets, told
 
     def _update_critic(self, batches: Sequence[ValueBatch]) -> dict[str, float]:
         """One step a minibatch."""

@@ -100,6 +100,7 @@ def our_share(layout: Layout) -> Share:
     pieces, count = layout.size("rows"), processes.count()
     where = NamedSharding(layout.mesh, layout.spec("rows")).devices_indices_map((pieces,))
     holders: dict[int, set[int]] = {}
+    device: Any
     for device, (part,) in where.items():
         for piece in range(*part.indices(pieces)):
             holders.setdefault(device.process_index, set()).add(piece)
