@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from psearch_jax.assembly import Policy, lay_out, open_policy
+from psearch_jax.assembly import Policy, keep_compiled_programs, lay_out, open_policy
 from psearch_jax.checkpoints import Checkpointer
 from psearch_jax.config import Config
 from psearch_jax.config_files import config_hash
@@ -380,6 +380,7 @@ def train(config: Config) -> Path:
     """`psearch sft`: `run` with a line for every check."""
     from psearch_jax.display import Display
 
+    keep_compiled_programs(config)
     with Display() as display:
 
         def on_step(step: int, steps: int, row: dict[str, float]) -> None:
