@@ -165,7 +165,7 @@ def sft(sources: tuple[str, ...]) -> None:
 @cli.command()
 @_recipe
 def sample(sources: tuple[str, ...]) -> None:
-    """Let a policy play, and keep what it gets right (rejection sampling)."""
+    """Let a policy play, and keep what it gets right."""
     from psearch_jax import sample as room
 
     with _recorded(sources) as config:

@@ -162,9 +162,9 @@ def delete(directory: Path, ids: tuple[str, ...], file: Path | None) -> None:
 @click.option("--token-variable", default="PSEARCH_TOKEN", show_default=True)
 @click.option("--no-verify", is_flag=True, help="Do not compare checksums when opening.")
 def serve(**options: Any) -> None:
-    """Answer searches of INDEX over HTTP, in every published form, until it is stopped.
+    """Answer searches of INDEX over HTTP until it is stopped.
 
-    A bearer token is asked for where the environment variable of --token-variable holds one.
+    In every published form. A bearer token is asked for where the environment variable of --token-variable holds one.
     """
     from psearch_jax import serve as room
 
