@@ -53,6 +53,8 @@ from psearch_jax.rollout.episode import Episode, Role
 PEERS = {"tunix": "tunix_sampler.py", "transformers": "transformers_generate.py"}
 #: Half of the slots decode while the others wait for a search: on two cores a step of 32 rows costs least a token.
 ENGINE = ("rollout.slots=64", "rollout.decode_rows=32")
+#: Repetitions of what concerns our engine alone.
+FEWER = 3
 #: Shapes that the tunix sampler is compiled for.
 ROWS = (32, 64, 128)
 LENGTHS = (64, 128, 192, 256, 320, 384, 448)
@@ -315,22 +317,23 @@ def measure(arguments: argparse.Namespace, note: Callable[[str], None]) -> dict[
     config, _ = resolve([ROOT / "configs/embedded/base.yaml"], ENGINE)
     keep_compiled_programs(config)
     bench = Bench(config, arguments.questions, arguments.members, note)
-    names = [name for name in arguments.peers.split(",") if name]
-    with ExitStack() as stack:
-        peers = bench.open_peers(names, stack)
-        agreement = bench.agreement(peers)
-        lines = bench.speed(peers, arguments.repetitions)
     note("the engine alone")
-    own = bench.own_figures(arguments.repetitions)
-    details = {"agreement": agreement, "lines": lines, "last_rollout": own.pop("last_rollout")}
+    figures = bench.own_figures(FEWER)
+    details: dict[str, Any] = {"last_rollout": figures.pop("last_rollout")}
     details["cores"] = len(os.sched_getaffinity(0))
-    figures = own | speedups(lines)
-    figures["capacity_slowdown"] = bench.capacity_slowdown(arguments.repetitions)
-    figures["latency_growth"] = bench.latency_growth(arguments.repetitions)
+    figures["latency_growth"] = bench.latency_growth(FEWER)
+    figures["capacity_slowdown"] = bench.capacity_slowdown(FEWER)
     note("the reference")
     details["mismatches"] = bench.mismatches(arguments.reference)
     figures["token_mismatches"] = details["mismatches"]["mismatches"]
     figures["max_logprob_gap"] = bench.max_logprob_gap()
+    note(json.dumps(figures))
+    names = [name for name in arguments.peers.split(",") if name]
+    with ExitStack() as stack:
+        peers = bench.open_peers(names, stack)
+        details["lines"] = bench.speed(peers, arguments.repetitions)
+        details["agreement"] = bench.agreement(peers)
+    figures |= speedups(details["lines"])
     return summary(figures | {"details": details})
 
 

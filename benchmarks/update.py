@@ -47,11 +47,9 @@ OURS = {
 TUNIX = (
     {"micro_rows": 1, "remat": "none", "packed": 0},
     {"micro_rows": 4, "remat": "none", "packed": 0},
-    {"micro_rows": 16, "remat": "none", "packed": 0},
     {"micro_rows": 4, "remat": "decoder", "packed": 0},
     {"micro_rows": 1, "remat": "none", "packed": 512},
     {"micro_rows": 1, "remat": "none", "packed": 1024},
-    {"micro_rows": 1, "remat": "none", "packed": 2048},
 )
 POLICY = ROOT / "runs" / "benchmarks" / "update_policy"
 
