@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from peers.figures import Compiled, Slow, speedups, spread, summary
 from peers.lockstep import Played, play
 from peers.process import ROOT, Peer, open_peer
@@ -294,7 +295,9 @@ class Bench:
         batch = pack(sequences, algorithm.row_length)
         score = make_logprobs(self.policy.graphdef, None, algorithm, self.config.sampling)
         scored = unpack(
-            np.asarray(score(self.policy.params, {}, batch)), sequences, algorithm.row_length
+            np.asarray(score(self.policy.params, nnx.State({}), batch)),
+            sequences,
+            algorithm.row_length,
         )
         return max(
             float(np.max(np.abs(own - np.asarray(s.old_logprobs)) * np.asarray(s.weights)))
