@@ -112,7 +112,6 @@ class Participant:
         told = self.peer.call("batch", episodes=episodes)[0]
         first = self.step()  # compiles
         self.padding_share, self.nll = told["padding_share"], (told | first)["nll"]
-        self.step()
 
     def step(self) -> dict[str, float]:
         told, seconds = self.peer.call("step")
@@ -147,10 +146,12 @@ def measure(repetitions: int, note: Callable[[str], None]) -> dict[str, Any]:
         "tunix": Participant("tunix", best, episodes, **ids),
     }
     lines: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    for _ in range(repetitions):
+    for number in range(repetitions + 1):  # the first is thrown away
         for name, side in sides.items():
-            lines[name].append(side.step())
-            note(f"{name:6} " + " ".join(f"{k}={v:.4g}" for k, v in lines[name][-1].items()))
+            step = side.step()
+            if number:
+                lines[name].append(step)
+            note(f"{name:6} " + " ".join(f"{k}={v:.4g}" for k, v in step.items()))
     nll = {name: side.nll for name, side in sides.items()}
     program_bytes = sides["ours"].peer.call("program_bytes")[0]
     for side in sides.values():
