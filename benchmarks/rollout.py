@@ -44,7 +44,7 @@ from psearch_jax.learning.batches import from_episode, pack, unpack
 from psearch_jax.learning.rescoring import make_logprobs
 from psearch_jax.metrics_log import write_atomically
 from psearch_jax.questions.question import Question
-from psearch_jax.questions.world import load_questions
+from psearch_jax.questions.sources import load_questions
 from psearch_jax.retrieval.searcher import SearchBackend
 from psearch_jax.rollout import reference
 from psearch_jax.rollout.engine import Engine
@@ -71,7 +71,7 @@ class Bench:
         self.backend: SearchBackend = open_backend(config.retrieval)
         self.backend.warm_up()
         self.engine = open_engine(config, self.policy, self.backend)
-        self.pool, self.questions = load_questions(config.data.questions, "train"), questions
+        self.pool, self.questions = load_questions(config.data, "train"), questions
         note("compiling")
         self.engine.warm_up(self.policy.params)
 

@@ -32,7 +32,7 @@ from psearch_jax.learning.batches import from_episode
 from psearch_jax.metrics_log import write_atomically
 from psearch_jax.models.decoder import init_params
 from psearch_jax.models.weights import save_hf_directory
-from psearch_jax.questions.world import load_questions
+from psearch_jax.questions.sources import load_questions
 
 VOCABULARY = 32_768
 GROUPS, MEMBERS = 12, 8
@@ -62,7 +62,7 @@ def make_batch(note: Callable[[str], None]) -> tuple[list[dict[str, Any]], dict[
     note("playing the episodes")
     policy = open_policy(config.policy)
     engine = open_engine(config, policy, open_backend(config.retrieval))
-    questions = load_questions(config.data.questions, "train")[:GROUPS]
+    questions = load_questions(config.data, "train")[:GROUPS]
     played = engine.rollout(
         policy.params,
         engine.requests(questions, MEMBERS),
