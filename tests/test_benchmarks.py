@@ -24,7 +24,7 @@ def test_lockstep_plays_as_the_reference(kind):
     """Whether the sampler stops at a tag's own token, or runs past a tag of several tokens to the end of its budget."""
     tokenizer = toys.make_tokenizer(kind)
     _, graphdef, params = toys.make_policy(tokenizer, toys.FOLLOWS[kind])
-    requests = toys.make_requests(tokenizer, ["a b\n", "b1\n", "c2 a\n", "ob\n"])
+    requests = toys.make_requests(tokenizer, ["a b\n", "b1\n", "c2 a\n", "ob\n", "2 1\n", "nc\n"])
     end, protocol = tokenizer.eos_token_id, replace(toys.PROTOCOL, turn_tokens=20)
     closing = {tokenizer.convert_tokens_to_ids(tag) for tag in stop_tags(toys.PROTOCOL)}
     stops = {end} | (closing if kind == "whole" else set())
