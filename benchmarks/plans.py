@@ -27,11 +27,9 @@ BEGIN, END = "<!-- plans -->", "<!-- /plans -->"
 #: Model, overlays of the recipe for it, hardware.
 OFFERED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Qwen2.5-3B", ("models/qwen2.5-3b",), "v5e-16"),
-    ("Qwen2.5-3B", ("models/qwen2.5-3b",), "v6e-16"),
     ("Llama-3.2-3B", ("models/llama-3.2-3b",), "v5e-16"),
     ("Qwen2.5-7B", ("models/qwen2.5-7b",), "v5p-32"),
     ("Qwen2.5-7B", ("models/qwen2.5-7b",), "v6e-16"),
-    ("Qwen2.5-32B", ("models/qwen2.5-32b",), "v5p-32"),
     ("Qwen2.5-7B", ("models/qwen2.5-7b",), "gpu-8"),
 )
 

@@ -121,8 +121,9 @@ def figures(
         return dataclasses.replace(kept, **counted)
     note(f"{program.name}: {program.what}, compiling …")
     start = time.monotonic()
-    found = _compiled(lowered, counted, program, mesh, slice_)
-    found = dataclasses.replace(found, compile_seconds=round(time.monotonic() - start, 1))
+    found = _compiled(lowered, program, mesh, slice_)
+    spent = round(time.monotonic() - start, 1)
+    found = dataclasses.replace(found, compile_seconds=spent, **counted)
     note(f"{program.name}: compiled in {found.compile_seconds:.0f} s")
     if path is not None:
         _write(path, found)
@@ -139,13 +140,11 @@ def _counted(flops: Flops) -> dict[str, Any]:
     }
 
 
-def _compiled(
-    lowered: Any, counted: dict[str, Any], program: PlannedProgram, mesh: Mesh, slice_: Slice
-) -> Figures:
+def _compiled(lowered: Any, program: PlannedProgram, mesh: Mesh, slice_: Slice) -> Figures:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        return Figures(needed_bytes=needed_bytes(str(error), program.name, slice_), **counted)
+        return Figures(needed_bytes=needed_bytes(str(error), program.name, slice_))
     memory = compiled.memory_analysis()
     costs = hlo_costs(
         compiled.as_text(),
@@ -167,7 +166,6 @@ def _compiled(
         kernels=costs.kernels,
         moved=costs.bytes_moved,
         copies=costs.copies if program.in_place else None,
-        **counted,
     )
 
 

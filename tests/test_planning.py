@@ -141,7 +141,7 @@ class Lowered:
 def test_figures_are_kept_by_content(tmp_path, monkeypatch):
     calls = []
 
-    def compiled(lowered, flops, program, mesh, slice_):
+    def compiled(lowered, program, mesh, slice_):
         calls.append(program.name)
         return plan_figures.Figures(argument_bytes=5, moved={"all-gather": 2.0})
 
