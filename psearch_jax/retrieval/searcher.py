@@ -109,11 +109,6 @@ class CachingSearch(abc.ABC):
             threading.Lock() if one_at_a_time else nullcontext()
         )
 
-    def forget(self) -> None:
-        """Drop every cached result."""
-        with self._lock:
-            self._cache.clear()
-
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """See `SearchBackend`. Queries that differ in blanks only are one. Each distinct one that
         is not in the cache is looked up, in one batch with the others."""
