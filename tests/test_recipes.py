@@ -157,11 +157,15 @@ def test_what_is_offered_can_be_laid_out(configs, plans):
 
 
 def offered_rows(root, plans):
-    """The table of docs/recipes.md, which benchmarks/plans.py prints."""
+    """The table of docs/recipes.md and of the README, which benchmarks/plans.py prints."""
     from psearch_jax.plan_report import COLUMNS
 
-    text = (root / "docs" / "recipes.md").read_text(encoding="utf-8")
-    table = text.split(plans.BEGIN)[1].split(plans.END)[0].strip().splitlines()
+    texts = [
+        (root / name).read_text(encoding="utf-8").split(plans.BEGIN)[1].split(plans.END)[0].strip()
+        for name in ("docs/recipes.md", "README.md")
+    ]
+    assert texts[0] == texts[1]
+    table = texts[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert tuple(cells[0]) == COLUMNS
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in cells[2:]]

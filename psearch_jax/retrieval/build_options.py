@@ -18,8 +18,8 @@ SHARD_BYTES = (
     8 << 30
 )  # float32 vectors in one ScaNN shard; saving is known to fail above about 16 GB
 GIB = 1 << 30
-#: Fitted to `benchmarks/retrieval.py --build`: bytes of a process that has JAX, ScaNN and an encoder loaded, and
-#: what BM25 takes for every byte of text while it counts.
+#: Estimates that no measured build has been compared with yet (`benchmarks/retrieval.py --build` will): bytes of a
+#: process that has JAX, ScaNN and an encoder loaded, and what BM25 takes for every byte of text while it counts.
 BASE_BYTES = int(0.75 * GIB)
 LEXICAL_FACTOR = 9.0
 
