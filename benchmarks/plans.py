@@ -46,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="pairs whose model or hardware holds this text")
     parser.add_argument("--json", action="store_true", help="whole plans in place of the table")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/recipes.md and README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/recipes.md and README.md"
+    )
     options = parser.parse_args()
     os.chdir(ROOT)  # the overlays name files from here
     plans, rows = {}, []

@@ -75,7 +75,12 @@ def test_law_14_a_backend_that_hangs_is_given_up_and_the_next_search_is_not():
     waiting, counts = searches(gate, timeout=0.05, concurrency=1)
     waiting.send([(0, ["a", "x"]), (1, ["a"])])
     waiting.send([(2, ["b"])])  # no place is free, so it never goes out
-    assert waiting.collect(5) == {
+    given_up: dict = {}
+    while len(given_up) < 3:  # together, or one after another on a busy machine
+        more = waiting.collect(5)
+        assert more
+        given_up |= more
+    assert given_up == {
         0: Found(hits=((), ()), failed=2),
         1: Found(hits=((),), failed=1),
         2: Found(hits=((),), failed=1),
