@@ -386,7 +386,7 @@ def test_a_plan_end_to_end(tiny, capsys):
     assert decode["argument_bytes"] == pytest.approx(
         held["rollout_parameters"] + held["cache"], rel=0.05
     )
-    # Of a cache this small the compiler keeps copies in fast memory; of the 7B one on v5p it makes none (docs/planning.md).
+    # Nine here, of a cache this small; none for the recipes of docs/recipes.md. Why, is not yet known.
     assert decode["cache_copies"] is not None
     assert update["collective_bytes"]
     again = cli.main(["plan", "--json", *settings])
