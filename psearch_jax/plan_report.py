@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ def run(config: Config, topology: str = "", *, json: bool = False) -> Plan:
     # Planning computes nothing; an accelerator of this machine is left to others.
     jax.config.update("jax_platforms", "cpu")
     progress = Console(stderr=True, highlight=False)
-    made = make_plan(config, topology, lambda line: progress.print(f"[dim]{line}[/dim]"))
+    # A line stays one line in a log, however narrow: a program's name and what became of it belong together.
+    note = partial(progress.print, style="dim", markup=False, soft_wrap=True)
+    made = make_plan(config, topology, note)
     if json:
         print(json_format.dumps(as_json(made), indent=2))
     else:

@@ -363,7 +363,8 @@ def test_a_loop_costs_what_its_turns_cost():
 @pytest.mark.slow
 def test_a_plan_end_to_end(tiny, capsys):
     """Every program of a small recipe for four chips: FLOPs counted twice, memory that adds up, kept figures."""
-    settings = [*tiny, "--topology", "v5e-4"]
+    # 512 slots: a cache that fits into the chip's 128 MiB of fast memory is moved there and back, which are copies too.
+    settings = [*tiny, "rollout.slots=512", "--topology", "v5e-4"]
     assert cli.main(["plan", "--json", *settings]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -386,8 +387,7 @@ def test_a_plan_end_to_end(tiny, capsys):
     assert decode["argument_bytes"] == pytest.approx(
         held["rollout_parameters"] + held["cache"], rel=0.05
     )
-    # Nine here, of a cache this small; none for the recipes of docs/recipes.md. Why, is not yet known.
-    assert decode["cache_copies"] is not None
+    assert decode["cache_copies"] == 0
     assert update["collective_bytes"]
     again = cli.main(["plan", "--json", *settings])
     out, err = capsys.readouterr()
