@@ -65,9 +65,9 @@ class DataConfig:
         "embedded"  # `embedded`, a directory, a file, hf:NAME, tfds:NAME, suite:NAME, or several
     )
     directory: str = "data"  # where the files of a suite are looked for
-    bad_rows: str = (
-        "skip"  # "skip": rows that are no question are named, counted, left out; "refuse": an error
-    )
+    # Rows that are no question: "skip" names, counts and leaves them out, "refuse" is an error, and "readable" leaves
+    # them out but for lines that cannot be read at all: those are an error, for the file may be torn.
+    bad_rows: str = "readable"
     subset: int = 0  # questions of each data set, chosen by a hash of their ids; 0: all
     seed: int = 0  # of the order of the training questions
 

@@ -8,7 +8,7 @@ from psearch_jax.config import RewardParts
 
 #: Settings with a fixed list of values.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "data.bad_rows": ("skip", "refuse"),
+    "data.bad_rows": ("readable", "skip", "refuse"),
     "retrieval.embed": ("text", "contents"),
     "retrieval.kind": ("scann", "exact", "bm25", "hybrid", "none"),
     "retrieval.dialect": ("retrieve", "batch_search"),

@@ -24,11 +24,12 @@ _NAMED = 5  # problems that are spelled out
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something wrong with a row; `lost` where the row is not among the questions."""
+    """Something wrong with a row; `lost`: it is not among the questions, `torn`: it is not even a row."""
 
     place: str
     what: str
     lost: bool = True
+    torn: bool = False
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,11 @@ class Loaded:
     def lost(self) -> int:
         """How many rows are not among the questions."""
         return sum(problem.lost for problem in self.problems)
+
+    @property
+    def torn(self) -> int:
+        """How many lines could not be read as rows."""
+        return sum(problem.torn for problem in self.problems)
 
     def report(self) -> str:
         """One line: how many questions, how many rows were left out or mended, and the first of them by name."""
@@ -82,7 +88,8 @@ def read_rows(rows: Iterable[Row], dataset: str, *, kind: str = "single") -> Loa
                 raise ValueError(row)
             question = question_of(row, dataset=dataset, number=number, kind=kind, notes=notes)
         except (ValueError, RecursionError) as error:
-            loaded.problems.append(Problem(place=place, what=str(error)))
+            torn = isinstance(row, str)
+            loaded.problems.append(Problem(place=place, what=str(error), torn=torn))
             continue
         loaded.problems += [Problem(place=place, what=note, lost=False) for note in notes]
         _take(question, place, seen, loaded)

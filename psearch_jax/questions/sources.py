@@ -43,12 +43,13 @@ def load(data: DataConfig, split: str) -> Loaded:
     `@SPLIT` behind an hf: or tfds: source names its split there.
 
     Raises:
-      UserError: a source that cannot be read or holds no questions; bad rows where `data.bad_rows` is "refuse".
+      UserError: a source that cannot be read or holds no questions; bad rows that `data.bad_rows` refuses.
     """
     whole = data.questions
     sources = [whole] if Path(whole).exists() else [part.strip() for part in whole.split(",")]
     loaded = merge([part for source in sources for part in _read(source, data, split)])
-    if data.bad_rows == "refuse" and loaded.lost:
+    refused = {"skip": 0, "readable": loaded.torn, "refuse": loaded.lost}[data.bad_rows]
+    if refused:
         raise UserError(
             f"{whole}: {loaded.report()}; mend them, or set data.bad_rows=skip to go on without them."
         )

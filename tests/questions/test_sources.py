@@ -82,6 +82,12 @@ def test_bad_rows_are_skipped_with_a_warning_or_refused(tmp_path, caplog):
     )
     with pytest.raises(UserError, match="1 rows left out.*data.bad_rows=skip"):
         load(data(path, bad_rows="refuse"), "test")
+    # A line that is no row at all is an error unless it is asked to be passed over: the file may be torn.
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write('{"question": "Cut o')
+    with pytest.raises(UserError, match=r"q\.jsonl, line 4.*data\.bad_rows=skip"):
+        load(data(path), "test")
+    assert len(load(data(path, bad_rows="skip"), "test").questions) == 2
     with pytest.raises(UserError, match="of 1 rows none is one: none.jsonl, line 1"):
         load(data(write(tmp_path / "none.jsonl", [{"question": "No answer?"}])), "test")
 
