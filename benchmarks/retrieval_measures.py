@@ -264,14 +264,10 @@ async def _load(
 
 
 def _same(answer: list[list[dict]], hits: list[list[Any]]) -> bool:
-    """The same passages with the same scores, but for the last digits: a query's vector hardly depends on its batch."""
-    return [[e["document"]["id"] for e in own] for own in answer] == [
-        [h.passage.id for h in own] for own in hits
-    ] and all(
-        abs(entry["score"] - hit.score) < 1e-4
-        for own, expected in zip(answer, hits, strict=True)
-        for entry, hit in zip(own, expected, strict=True)
-    )
+    """The same passages with the same scores."""
+    return [[(e["document"]["id"], e["score"]) for e in own] for own in answer] == [
+        [(hit.passage.id, hit.score) for hit in own] for own in hits
+    ]
 
 
 def _kill_and_restart(
@@ -318,13 +314,13 @@ def _kill_and_restart(
 
 
 def encoder(shared: str) -> dict[str, Any]:
-    """Passages a second of our encoder, compiled beforehand, and of sentence-transformers: the same 1,024 passages."""
+    """Passages a second of our encoder, compiled beforehand, and of sentence-transformers: every other passage."""
     import os
 
     from psearch_jax.models.text_encoder import encoder_directory
     from psearch_jax.retrieval.embedding import load_embedder
 
-    lines = (Path(shared) / "2wiki101_corpus.jsonl").read_text("utf-8").splitlines()[:1024]
+    lines = (Path(shared) / "2wiki101_corpus.jsonl").read_text("utf-8").splitlines()[::2]
     passages = [json.loads(line)["contents"] for line in lines]
     embedder = load_embedder("all-MiniLM-L6-v2")
     plan = embedder.plan(passages)

@@ -47,7 +47,12 @@ def _encoder(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--query-prefix", default="auto", help="Written before queries."),
         click.option("--passage-prefix", default="auto", help="Written before passages."),
         click.option("--encoder-dtype", default="float32", help="float32 or bfloat16."),
-        click.option("--batch-tokens", type=click.IntRange(1), default=8192, help="Of one device."),
+        click.option(
+            "--batch-tokens",
+            type=click.IntRange(0),
+            default=0,
+            help="Of one device; 0: 1,024 on a CPU, 8,192 elsewhere.",
+        ),
     ):
         function = option(function)
     return function

@@ -200,7 +200,7 @@ class RolloutConfig:
     dtype: str = (
         "auto"  # of computation and cache; "auto": bfloat16 on accelerators, float32 on CPU
     )
-    # Of a decoding step: "plain", "paged_attention" (TPU), "decode_attention" (GPU), or "auto"
+    # Of a decoding step: "plain", "paged_attention" or "ragged_paged_attention" (TPU), "decode_attention" (GPU), "auto"
     attention: str = "auto"
     append_rows: int = (
         0  # slots whose prompts or observations one device call appends; 0: an eighth of them

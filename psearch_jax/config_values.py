@@ -21,7 +21,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.remat": ("none", "dots", "attention", "full"),
     "model.attention": ("auto", "plain", "dot_product", "splash"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
-    "rollout.attention": ("auto", "plain", "paged_attention", "decode_attention"),
+    "rollout.attention": (
+        *("auto", "plain", "paged_attention", "ragged_paged_attention", "decode_attention"),
+    ),
     "protocol.opening": ("last", "first"),
     "protocol.query_form": ("text", "tool_call"),
     "protocol.answer_form": ("whole", "boxed"),

@@ -99,6 +99,8 @@ def _equation(equation: core.JaxprEqn, while_steps: int) -> Flops:
         grid = params["grid_mapping"].grid
         calls = math.prod(size for size in grid if isinstance(size, int))
         kernel = params.get("name") or str(params["jaxpr"].debug_info.func_src_info)
+        if kernel.startswith("ragged_paged_attention"):
+            return _ragged(equation)
         pages, read = paged_blocks(kernel, equation)
         body = jaxpr_flops(params["jaxpr"], while_steps=pages)
         share = calls * visible_blocks(kernel, grid)
@@ -158,3 +160,18 @@ def paged_blocks(kernel: str, equation: core.JaxprEqn) -> tuple[int, float]:
     pool: Any = next(v.aval for v in equation.invars if len(_shape(v)) == 4 and _shape(v)[0] == 1)
     page_bytes = pool.shape[-2] * pool.shape[-1] * pool.dtype.itemsize
     return indices // lengths, 2.0 * indices * page_bytes
+
+
+def _ragged(equation: core.JaxprEqn) -> Flops:
+    """Of the ragged paged attention kernel, whose loops go by data: every token with all pages of a sequence."""
+    shapes = [_shape(variable) for variable in equation.invars]
+    indices = next(shape for shape in shapes if len(shape) == 2)
+    pages: Any = next(v.aval for v in equation.invars if len(_shape(v)) == 4)
+    tokens = math.prod(next(shape for shape in shapes if len(shape) == 3))  # × heads × width
+    positions = indices[1] * pages.shape[1]
+    page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
+    return Flops(
+        kernel=4.0 * tokens * positions,
+        kernel_calls=1,
+        kernel_bytes=float(math.prod(indices) * page_bytes),
+    )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import memory
 import numpy as np
 from serve import serve
@@ -27,6 +28,7 @@ class Participant:
         settings: of `algorithm`.
         """
         keep_compiled_programs(Config(compile_cache=compiled))
+        jnp.zeros(()).block_until_ready()  # the backend itself belongs to nobody
         self.before = memory.resident()
         self.algorithm = dataclasses.replace(AlgorithmConfig(), **settings)
         _, graphdef, params = load_hf_directory(directory, np.float32)

@@ -42,6 +42,7 @@ class Participant:
         """
         jax.config.update("jax_compilation_cache_dir", compiled)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jnp.zeros(()).block_until_ready()  # the backend itself belongs to nobody
         self.before = memory.resident()
         self.settings, self.pad, self.end = settings, pad, end
         self.learning_rate = learning_rate

@@ -2,13 +2,15 @@
 
 "plain"             our reference: the window of every slot, softmax in float32; every platform
 "paged_attention"   JAX's Pallas kernel for TPU: of each slot the pages that its own length reaches, nothing more
+"ragged_paged_attention"  JAX's other kernel for TPU, which takes rows of any number of tokens: the same pages, but
+                    with a head's keys and values side by side. This cache keeps them apart (as all the others want
+                    them), so the window is joined for it first, which costs more than it saves
 "decode_attention"  JAX's Pallas kernel for GPUs (Triton): the window, cut over blocks that are joined afterwards
-"auto"              the TPU kernel on TPU where the shapes allow it (`psearch plan` says which one a recipe gets, and
+"auto"              `paged_attention` on TPU where the shapes allow it (`psearch plan` says which one a recipe gets, and
                     docs/planning.md what it saves); plain elsewhere
 
 A kernel asked for by name runs on its own platform; on another one the plain one does, so that a recipe for TPU can be
-tried on a laptop. The engine tells which one it uses. (JAX's `ragged_paged_attention` reads pages in which keys and
-values of a head lie side by side; this cache keeps them apart, as the other two and the plain one want them.)
+tried on a laptop. The engine tells which one it uses.
 
 Shape suffixes: B slots, N query heads, K key/value heads, G = N / K, H head width, L positions of a slot.
 """
@@ -22,15 +24,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu import decode_attention as gpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jaxtyping import Array, Float, Int
 
 from psearch_jax.errors import UserError
 from psearch_jax.mesh import Layout
 
-NAMES = ("auto", "plain", "paged_attention", "decode_attention")
-PLATFORMS = {"paged_attention": "tpu", "decode_attention": "gpu"}
-LANES = 128  # heads of the TPU kernel are a multiple of it wide
-PAGES = (512, 256, 128)  # positions of a page: the largest that divides the context and the window
+PLATFORMS = {"paged_attention": "tpu", "ragged_paged_attention": "tpu", "decode_attention": "gpu"}
+NAMES = ("auto", "plain", *PLATFORMS)
+LANES = 128  # heads of the TPU kernels are a multiple of it wide
+PAGES = (
+    512,
+    256,
+    128,
+)  # positions of a page of theirs: the largest that divides the context and the window
+RAGGED_ROWS = 32  # sequences that the ragged kernel takes at a time
 GPU_BLOCK = 64  # positions that the GPU kernel takes at a time
 GPU_SPLITS = 16  # into how many parts it cuts a window at most
 
@@ -59,7 +67,7 @@ def resolve(name: str, layout: Layout, *, head_dim: int, windows: tuple[int, ...
 
 def _misfit(name: str, head_dim: int, windows: tuple[int, ...]) -> str:
     """What a kernel would need; empty where it can run."""
-    if name == "paged_attention":
+    if PLATFORMS[name] == "tpu":
         if head_dim % LANES:
             return f"heads that are a multiple of {LANES} wide, and they are {head_dim}"
         block = PAGES[-1]
@@ -74,15 +82,17 @@ def _misfit(name: str, head_dim: int, windows: tuple[int, ...]) -> str:
 def read_share(name: str, windows: tuple[int, ...]) -> float:
     """What a step reads of the cache below the largest window, where lengths are spread evenly up to it.
 
-    The plain one and the GPU kernel are given the window, the TPU kernel goes by pages: half of it and half a page.
+    The plain one and the GPU kernel are given the window, the TPU kernels go by pages: half of it and half a page. For
+    the ragged one the window has been read before.
     """
-    if name != "paged_attention":
+    if PLATFORMS.get(name) != "tpu":
         return 1.0
-    return (1 + page_size(windows[-1], windows[-1]) / windows[-1]) / 2
+    pages = (1 + page_size(windows[-1], windows[-1]) / windows[-1]) / 2
+    return pages if name == "paged_attention" else 1.0 + pages
 
 
 def page_size(positions: int, window: int) -> int:
-    """Positions of a page of the TPU kernel."""
+    """Positions of a page of the TPU kernels."""
     return next(size for size in PAGES if positions % size == 0 and window % size == 0)
 
 
@@ -107,6 +117,7 @@ def attend_one(
     """
     kernel: Callable[..., Array] = {
         "paged_attention": _paged,
+        "ragged_paged_attention": _ragged,
         "decode_attention": partial(_split, interpret=interpret),
     }[name]
 
@@ -153,6 +164,30 @@ def _paged(
     )
 
 
+def _sequences(x: Array, layer: tuple[Array, ...], window: int) -> Array:
+    """The window of every head of every slot."""
+    x = (x[layer[0]] if layer else x)[:, :, :window]
+    return x.reshape(-1, window, x.shape[-1])
+
+
+def _ragged(
+    q: Array, k: Array, v: Array, layer: tuple[Array, ...], length: Array, window: int
+) -> Array:
+    sequences, page = q.shape[0], page_size(k.shape[-2], window)
+    pages = jnp.stack([_sequences(x, layer, window) for x in (k, v)], axis=2)
+    every = jnp.arange(sequences + 1, dtype=jnp.int32)  # one token each
+    return ragged_paged_attention(
+        q,
+        pages.reshape(-1, page, 2, pages.shape[-1]),
+        length,
+        jnp.arange(sequences * (window // page), dtype=jnp.int32).reshape(sequences, -1),
+        every,
+        every[-1:],
+        num_kv_pages_per_block=1,
+        num_queries_per_block=min(RAGGED_ROWS, sequences),
+    )
+
+
 def _split(
     q: Array,
     k: Array,
@@ -163,16 +198,12 @@ def _split(
     *,
     interpret: bool,
 ) -> Array:
-    def sequences(x: Array) -> Array:
-        x = (x[layer[0]] if layer else x)[:, :, :window]
-        return x.reshape(-1, window, x.shape[-1])
-
     blocks = window // GPU_BLOCK
     splits = max(n for n in range(1, GPU_SPLITS + 1) if blocks % n == 0)
     return gpu.mqa(
         q,
-        sequences(k),
-        sequences(v),
+        _sequences(k, layer, window),
+        _sequences(v, layer, window),
         kv_seq_len=length,
         sm_scale=1.0,
         block_k=GPU_BLOCK,

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Float32, Int64
 
-from psearch_jax.retrieval.embedding import QUERY_ROWS, up_to
+from psearch_jax.retrieval.embedding import query_rows, up_to
 
 BLOCK = 16_384  # rows scored at a time on one device
 CANDIDATE_BUCKETS = (16, 64, 256, 1024)
@@ -71,19 +71,16 @@ class DeviceNeighbours:
     def candidates(
         self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
     ) -> Int64[np.ndarray, "Q k"]:
-        """See `Neighbours`. Queries go in blocks of a few sizes and k is rounded up, so that few shapes compile."""
+        """See `Neighbours`. Queries go in blocks of one size and k is rounded up, so that few shapes compile."""
         found = np.full((len(queries_QxE), k), -1, np.int64)
         bucket = next((b for b in CANDIDATE_BUCKETS if b >= k), k)
-        start = 0
-        while start < len(queries_QxE):
-            left = len(queries_QxE) - start
-            rows = next((b for b in QUERY_ROWS if b >= left), QUERY_ROWS[-1])
+        rows = query_rows()
+        for start in range(0, len(queries_QxE), rows):
             block = queries_QxE[start : start + rows]
             padded = np.pad(block, ((0, rows - len(block)), (0, 0)))
             ids = np.asarray(self._search(self._matrix, self._scales, padded, bucket))
             own = ids[: len(block), :k]
             found[start : start + rows, : own.shape[1]] = own
-            start += rows
         return found
 
 

@@ -3,8 +3,9 @@
 Passages go through `plan` and `run`: sorted by length, packed into batches of about `batch_tokens`
 tokens whose padded lengths are the few (at most `MAX_LENGTHS`) that waste least on this corpus.
 Queries go through `embed_queries`: a handful of small shapes, so that a search during a rollout
-never compiles after its shape was seen once. What the encoder's family writes before passages and
-queries is written on these two ways and nowhere else.
+never compiles after its shape was seen once, and the shape of a query depends on that query alone:
+whatever is asked beside it, its vector is the same to the bit (and so is what ScaNN finds). What
+the encoder's family writes before passages and queries is written on these two ways only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ COMPILE_TOKENS = 4000  # compiling one more shape takes about as long as computi
 MAX_LENGTHS = 12  # different padded lengths in one plan
 ROW_STEP = 16  # rows of the last, smaller batch are rounded up to a multiple of this
 QUERY_LENGTHS = (8, 12, 16, 24, 32, 64, 128, 256)
-QUERY_ROWS = (4, 16, 64)
+
+
+def query_rows() -> int:
+    """Queries of one call, always: in a call of another size the last digits of a vector would be others."""
+    return 8 if jax.default_backend() == "cpu" else 64
+
+
+def passage_tokens() -> int:
+    """Tokens of a batch of passages, about: on a CPU as many as its caches hold."""
+    return 1024 if jax.default_backend() == "cpu" else 8192
 
 
 @dataclass(frozen=True)
@@ -130,14 +140,10 @@ def plan_batches(
 
 def query_batches(
     lengths: Sequence[int],
-    row_buckets: Sequence[int] = QUERY_ROWS,
+    rows: int,
     length_buckets: Sequence[int] = QUERY_LENGTHS,
 ) -> list[Batch]:
-    """Cover queries by the fixed shapes `row_buckets` × `length_buckets`, both ascending.
-
-    The padded length of a query depends on that query alone, so its vector hardly depends on its neighbours.
-    A row bucket is taken when at least three quarters of it are used, or when it is the smallest.
-    """
+    """Cover queries by batches of so many rows, each as long as the smallest of the ascending buckets that fits."""
     by_length: dict[int, list[int]] = {}
     for i, count in enumerate(lengths):
         fitting = (length for length in length_buckets if length >= count)
@@ -145,13 +151,10 @@ def query_batches(
         by_length.setdefault(next(fitting, beyond), []).append(i)
     batches = []
     for length, members in sorted(by_length.items()):
-        while members:
-            rows = max(
-                (rows for rows in row_buckets if 4 * len(members) >= 3 * rows),
-                default=row_buckets[0],
-            )
-            batches.append(Batch(tuple(members[:rows]), rows, length))
-            members = members[rows:]
+        batches += [
+            Batch(tuple(members[first : first + rows]), rows, length)
+            for first in range(0, len(members), rows)
+        ]
     return batches
 
 
@@ -203,7 +206,7 @@ class Embedder:
         self._encode = encode
         self._tokenize = tokenize
         self._row_multiple = row_multiple
-        self._query_rows = sorted({up_to(rows, row_multiple) for rows in QUERY_ROWS})
+        self._query_rows = up_to(query_rows(), row_multiple)
         self.max_tokens = max_tokens
         self._query_lengths = buckets_to(max_tokens, QUERY_LENGTHS)
 
@@ -258,13 +261,12 @@ class Embedder:
         return vectors
 
     def warm_up(self) -> None:
-        """Compile the query shapes ahead, so that none compiles during a rollout: every number of rows, and the three
-        shortest lengths that hold the prefix and a word."""
+        """Compile the query shapes ahead, so that none compiles during a rollout: the three shortest lengths that hold
+        the prefix and a word."""
         [empty] = self._tokenize([self.use.query_prefix])
         lengths = [length for length in self._query_lengths if length > len(empty)]
         for length in lengths[:3]:
-            for count in self._query_rows:
-                self._send(Batch((), count, length), []).block_until_ready()
+            self._send(Batch((), self._query_rows, length), []).block_until_ready()
 
     def _send(self, batch: Batch, token_ids: Sequence[Sequence[int]]) -> jax.Array:
         tokens_BxL = np.zeros((batch.rows, batch.length), np.int32)
@@ -297,7 +299,7 @@ def _unit_rows(vectors_BxE: np.ndarray) -> np.ndarray:
 
 
 def load_embedder(
-    path_or_name: str, batch_tokens: int = 8192, *, mesh: Mesh | None = None, **wanted: str
+    path_or_name: str, batch_tokens: int = 0, *, mesh: Mesh | None = None, **wanted: str
 ) -> Embedder:
     """The embedder of a Hugging Face directory, or of an encoder that a package carries.
 
@@ -306,7 +308,7 @@ def load_embedder(
 
     Args:
       path_or_name: see `text_encoder.encoder_directory`.
-      batch_tokens: of one batch of passages on one device, about.
+      batch_tokens: of one batch of passages on one device, about; 0: see `passage_tokens`.
       mesh: embed over all its devices; the rows of a batch are spread over them.
       wanted: pooling, query_prefix, passage_prefix, dtype: see `encoder_families.find_use`.
 
@@ -334,7 +336,7 @@ def load_embedder(
         dims=config.hidden_size,
         encode=functools.partial(text_encoder.make_encode(graphdef, mesh), params),
         tokenize=tokenize,
-        batch_tokens=batch_tokens * shards,
+        batch_tokens=(batch_tokens or passage_tokens()) * shards,
         use=use,
         row_multiple=shards,
         max_tokens=config.max_tokens,
@@ -345,7 +347,7 @@ def embed_texts(
     path_or_name: str,
     texts: Sequence[str],
     *,
-    batch_tokens: int = 8192,
+    batch_tokens: int = 0,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
     **wanted: str,

@@ -74,6 +74,14 @@ def test_a_text_has_one_vector_whatever_the_batch(embedder: Embedder) -> None:
     np.testing.assert_allclose(embedder.embed_queries(texts), vectors, atol=2e-5)
 
 
+def test_a_query_has_one_vector_to_the_bit(embedder: Embedder) -> None:
+    """In a hashed index the last digit of a vector decides what is found."""
+    queries = [f"inhabitants of city number {n}" for n in range(70)]
+    alone = np.concatenate([embedder.embed_queries([query]) for query in queries])
+    for count in (7, 70):
+        np.testing.assert_array_equal(embedder.embed_queries(queries[-count:]), alone[-count:])
+
+
 def test_texts_are_cut_at_256_word_pieces(embedder: Embedder) -> None:
     plan = embedder.plan(["city " * 1000, "\ud800 half a surrogate", ""])
     assert [len(ids) for ids in plan.token_ids][::2] == [256, 2]
