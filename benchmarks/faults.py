@@ -67,8 +67,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="psearch-faults-") as scratch:
         for name in options.only or PARTS:
             began = time.monotonic()
-            figures |= PARTS[name](Path(scratch), options)
-            print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            found = PARTS[name](Path(scratch), options)
+            figures |= found
+            took = f"{time.monotonic() - began:.0f} s"
+            print(f"{name}: {found}, {took}", file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps(figures))
     else:
@@ -260,9 +262,9 @@ def toy(
     directory: Path, backend: Any = None, *, axes: Any = None, warm: bool = True, **settings: Any
 ) -> Any:
     """A trainer of the tests' toy policy, which takes a fraction of a second a step."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rollout")]
     import jax
-    from rollout import toys
+    import toys
 
     from psearch_jax import config as sections
     from psearch_jax.mesh import make_mesh
@@ -349,7 +351,7 @@ def faults(scratch: Path, options: Any) -> dict[str, Any]:
 
     backend = Faulty(None, options.seed)
     trainer = toy(scratch / "faulty", backend, steps=10**6)
-    backend.backend = sys.modules["rollout.toys"].Corpus()
+    backend.backend = sys.modules["toys"].Corpus()
     lost, failed, rollout = 0, 0, trainer.engine.rollout
 
     def counted(*given: Any, **named: Any) -> Any:

@@ -25,6 +25,7 @@ BRUTE_FORCE_BELOW = 20_000
 TREE_ABOVE = 100_000
 EXACT_BLOCK = 16_384  # passages scored at a time by exact search
 ON_DISK = "disk"  # the reordering type that keeps no vectors in memory
+ROWS_A_CORE = 8  # queries that ScaNN is given at a time, for every core
 QUERY_BLOCK = 512  # queries scored at a time by exact search
 
 
@@ -67,6 +68,7 @@ class ScannNeighbours:
         self._searcher = searcher
         self._reorder = parameters.get("reorder")
         self._rescored_here = parameters.get("reorder_type") != ON_DISK
+        self._rows = ROWS_A_CORE * (os.cpu_count() or 1)
 
     @classmethod
     def build(
@@ -110,15 +112,24 @@ class ScannNeighbours:
     def candidates(
         self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
     ) -> Int64[np.ndarray, "Q C"]:
-        """See `Neighbours`. Without vectors of its own to score with, it proposes all that would have been."""
+        """See `Neighbours`. Without vectors of its own to score with, it proposes all that would have been.
+
+        Queries go in blocks of one size, filled up with the first of them: in a batch of another size ScaNN's distances
+        to the leaves of a tree differ in their last digits, and so, now and then, do the leaves that it searches.
+        """
         queries_QxE = np.ascontiguousarray(queries_QxE, np.float32)
         wide = None if self._reorder is None else max(k, self._reorder)
-        ids, scores = self._searcher.search_batched_parallel(
-            queries_QxE,
-            final_num_neighbors=k if wide is None or self._rescored_here else wide,
-            pre_reorder_num_neighbors=wide if self._rescored_here else None,
-        )
-        return np.where(np.isfinite(scores), np.asarray(ids, np.int64), -1)
+        found = [np.empty((0, k), np.int64)] if not len(queries_QxE) else []
+        for start in range(0, len(queries_QxE), self._rows):
+            block = queries_QxE[start : start + self._rows]
+            ids, scores = self._searcher.search_batched_parallel(
+                block[np.arange(self._rows) % len(block)],
+                final_num_neighbors=k if wide is None or self._rescored_here else wide,
+                pre_reorder_num_neighbors=wide if self._rescored_here else None,
+            )
+            own = np.where(np.isfinite(scores), np.asarray(ids, np.int64), -1)
+            found.append(own[: len(block)])
+        return np.concatenate(found)
 
 
 def _reordered(builder: Any, parameters: dict[str, Any]) -> Any:

@@ -69,3 +69,27 @@ def test_parameters_follow_the_size() -> None:
     large = scann_parameters(1_000_000, 384)
     assert (large["leaves"], large["leaves_to_search"]) == (1000, 100)
     assert scann_parameters(50_000, 5)["dimensions_per_block"] == 1
+
+
+def test_what_a_tree_finds_does_not_depend_on_the_batch() -> None:
+    """ScaNN is handed blocks of one size: with others, now and then another leaf is searched (one or two queries
+    of real titles in a thousand found something else)."""
+    rng = np.random.default_rng(0)
+    vectors_NxE = clustered_vectors(6_000, 384, 0)
+    queries_QxE = vectors_NxE[:1_000] + 0.003 * rng.standard_normal((1_000, 384)).astype(np.float32)
+    parameters = scann_parameters(200_000, 384) | {"leaves": 78, "training_sample": 6_000}
+    tree = ScannNeighbours.build(vectors_NxE, parameters)
+    handed, search = set(), tree._searcher.search_batched_parallel
+
+    class Watched:
+        def search_batched_parallel(self, queries_QxE: np.ndarray, **options: int) -> tuple:
+            handed.add(len(queries_QxE))
+            return search(queries_QxE, **options)
+
+    tree._searcher = Watched()
+    whole = tree.candidates(queries_QxE, 3)
+    for first in range(0, 1_000, 37):
+        part = slice(first, first + 37)
+        np.testing.assert_array_equal(tree.candidates(queries_QxE[part], 3), whole[part])
+    assert len(handed) == 1
+    assert tree.candidates(queries_QxE[:0], 3).shape == (0, 3)
