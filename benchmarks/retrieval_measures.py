@@ -160,12 +160,12 @@ def two_wiki(shared: str, directory: str) -> dict[str, Any]:
 
     embedder = load_embedder("all-MiniLM-L6-v2")
     corpus = Path(shared) / "2wiki101_corpus.jsonl"
-    hashed = {"dimensions_per_block": 2, "reorder": 100, "leaves": 78, "leaves_to_search": 16}
+    hashed = {"dimensions_per_block": 2, "reorder": 100}  # as 20,000 passages and more are
     if not collection.is_collection(directory):
         collection.create(
             directory,
             lambda: iter_corpus(corpus),
-            BuildOptions(kind="hybrid", **hashed),  # a tree, which so few passages would not get
+            BuildOptions(kind="hybrid", **hashed),
             embedder,
             source=str(corpus),
         )

@@ -26,6 +26,7 @@ from psearch_jax.retrieval.embedding import (
     check_vocabulary,
     encoder_fingerprint,
     query_batches,
+    query_rows,
     read_tokenizer,
     readable,
     up_to,
@@ -33,7 +34,6 @@ from psearch_jax.retrieval.embedding import (
 from psearch_jax.retrieval.passages import Hit
 
 PAIR_LENGTHS = (32, 64, 96, 128, 192, 256, 384)
-PAIR_ROWS = (8, 32)
 PARTS = ("text", "contents")
 
 #: Token ids and token types (0 query, 1 passage) of a pair.
@@ -77,7 +77,7 @@ class Reranker:
         self._score = score
         self._tokenize = tokenize
         self._part = part
-        self._rows = sorted({up_to(rows, row_multiple) for rows in PAIR_ROWS})
+        self._rows = up_to(query_rows(), row_multiple)
         self._lengths = buckets_to(max_tokens, PAIR_LENGTHS)
 
     def rerank(
@@ -129,8 +129,7 @@ class Reranker:
     def warm_up(self, longest: int | None = None) -> None:
         """Compile the shapes of pairs up to `longest` tokens (default: all), so that none compiles later."""
         for length in self._lengths:
-            for rows in self._rows:
-                self._send(Batch((), rows, length), []).block_until_ready()
+            self._send(Batch((), self._rows, length), []).block_until_ready()
             if longest is not None and length >= longest:
                 return
 

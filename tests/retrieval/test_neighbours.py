@@ -46,7 +46,7 @@ def test_scann_finds_what_exact_search_finds(
 def test_a_tree_of_leaves_may_find_fewer_and_says_so() -> None:
     """One leaf searched of many: some queries have fewer than k neighbours, and none is made up."""
     vectors_NxE = clustered_vectors(600, 16, 0)
-    parameters = scann_parameters(200_000, 16) | {
+    parameters = scann_parameters(2_000_000, 16) | {
         "leaves": 60,
         "leaves_to_search": 1,
         "training_sample": 600,
@@ -65,9 +65,9 @@ def test_a_tree_of_leaves_may_find_fewer_and_says_so() -> None:
 
 def test_parameters_follow_the_size() -> None:
     assert scann_parameters(19_999, 384) == {"scoring": "brute_force"}
-    assert "leaves" not in scann_parameters(100_000, 384)
-    large = scann_parameters(1_000_000, 384)
-    assert (large["leaves"], large["leaves_to_search"]) == (1000, 100)
+    assert "leaves" not in scann_parameters(1_000_000, 384)
+    large = scann_parameters(4_000_000, 384)
+    assert (large["leaves"], large["leaves_to_search"]) == (2000, 400)
     assert scann_parameters(50_000, 5)["dimensions_per_block"] == 1
 
 
@@ -77,7 +77,11 @@ def test_what_a_tree_finds_does_not_depend_on_the_batch() -> None:
     rng = np.random.default_rng(0)
     vectors_NxE = clustered_vectors(6_000, 384, 0)
     queries_QxE = vectors_NxE[:1_000] + 0.003 * rng.standard_normal((1_000, 384)).astype(np.float32)
-    parameters = scann_parameters(200_000, 384) | {"leaves": 78, "training_sample": 6_000}
+    parameters = scann_parameters(2_000_000, 384) | {
+        "leaves": 78,
+        "leaves_to_search": 16,
+        "training_sample": 6_000,
+    }
     tree = ScannNeighbours.build(vectors_NxE, parameters)
     handed, search = set(), tree._searcher.search_batched_parallel
 
