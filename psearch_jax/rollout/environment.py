@@ -5,13 +5,39 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from psearch_jax.retrieval.passages import Hit, Passage
 
+QUIET = 10.0  # seconds between two warnings of a kind
+
+
+class Sparse(logging.Filter):
+    """Lets one line of a kind through in `QUIET` seconds, with how many were held back: a backend that is away for a
+    minute fails hundreds of times, and each is counted in the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See logging.Filter."""
+        kind, now = record.msg, time.monotonic()
+        if now - self._last.get(kind, -math.inf) < QUIET:
+            self._held[kind] += 1
+            return False
+        self._last[kind] = now
+        if held := self._held.pop(kind, 0):
+            record.msg = f"{kind} (and {held} times more before)"
+        return True
+
+
 _log = logging.getLogger(__name__)
+_log.addFilter(Sparse())
 
 
 @runtime_checkable

@@ -1,8 +1,11 @@
 """Law 14: a search that fails never costs an episode silently."""
 
+import logging
+
 import pytest
 
 from psearch_jax.retrieval.passages import Hit, Passage
+from psearch_jax.rollout import environment as room
 from psearch_jax.rollout.environment import Found, SearchEnvironment
 
 
@@ -94,3 +97,20 @@ def test_an_interrupt_is_not_a_failed_search():
     backend.search = lambda queries, k: (_ for _ in ()).throw(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         SearchEnvironment(backend=backend).search([["a"]], k=1)
+
+
+def test_a_backend_that_is_away_warns_now_and_then(caplog, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
+    sparse, log = room.Sparse(), logging.getLogger("psearch_jax.rollout.environment")
+    monkeypatch.setattr(log, "filters", [sparse])
+    environment = SearchEnvironment(
+        backend=Backend(*[ConnectionError("gone")] * 7), retries=1, counts=room.SearchCounts()
+    )
+    for clock[0] in (100.0, 101.0, 111.0):
+        environment.search([["a"]], k=1)
+    assert [record.getMessage().partition("gone")[2] for record in caplog.records] == [
+        "",
+        " (and 3 times more before)",
+    ]
+    assert environment.counts.failed == 3
