@@ -31,7 +31,7 @@ QUESTIONS = (
     *("hotpotqa_dev_types", "musique_train", "musique_dev", "nq_test_1000"),
     *("triviaqa_test_1000", "popqa_test_1000", "bamboogle_test"),
 )
-SECTIONS = ("vectors", "2wiki", "server", "encoder")
+SECTIONS = ("vectors", "leaves", "2wiki", "server", "encoder")
 
 
 def say(line: str) -> None:
@@ -184,6 +184,8 @@ def main() -> None:
     wanted = arguments.only or SECTIONS
     if "vectors" in wanted:
         result |= compare_vectors(arguments.rows)
+    if "leaves" in wanted:
+        result["recall_at_3_by_leaves"] = measure("leaves")
     if "2wiki" in wanted:
         result["all_gold_rate_2wiki101"] = measure("2wiki", str(SHARED), str(KEPT / "2wiki"))
     if "server" in wanted:

@@ -348,11 +348,50 @@ def encoder(shared: str) -> dict[str, Any]:
     }
 
 
+def leaves() -> dict[str, Any]:
+    """Recall of the first three in the embedded world's index, by hashing alone and in a tree of √n leaves: 500 titles
+    and 500 titles with an attribute as queries."""
+    from psearch_jax.assembly import open_backend
+    from psearch_jax.config_files import resolve
+    from psearch_jax.questions.world import embedded_directory
+    from psearch_jax.retrieval.corpus import iter_corpus
+    from psearch_jax.retrieval.embedding import load_embedder
+    from psearch_jax.retrieval.neighbours import ScannNeighbours, scann_parameters
+    from psearch_jax.retrieval.searcher import Searcher
+
+    config, _ = resolve(["configs/embedded/base.yaml"])
+    backend = open_backend(config.retrieval)
+    assert isinstance(backend, Searcher)
+    index = backend.index
+    titles = [passage.title for passage in iter_corpus(embedded_directory() / "corpus.jsonl")]
+    draw = random.Random(0)
+    asked = [f"inhabitants {title}" for title in draw.sample(titles, 500)]
+    asked += draw.sample(titles, 500)
+    queries = load_embedder(config.retrieval.encoder).embed_queries(asked)
+    exact, _ = index.exact().search_vectors(queries, K)
+    count, dims = index.vectors_NxE.shape
+    number = round(count**0.5)
+    shapes = {"hashing": scann_parameters(count, dims)}
+    for share in (0.05, 0.1, 0.2, 0.4):
+        tree = {"leaves": number, "leaves_to_search": round(share * number)}
+        shapes[f"tree_{share}"] = shapes["hashing"] | tree
+    result: dict[str, Any] = {"rows": count, "leaves": number}
+    for name, parameters in shapes.items():
+        neighbours = ScannNeighbours.build(np.asarray(index.vectors_NxE, np.float32), parameters)
+        found = neighbours.candidates(queries, K)
+        same = sum(
+            len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)
+        )
+        result[name] = same / (K * len(asked))
+    return result
+
+
 MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
     "faiss": faiss,
     "make": make,
     "build": build,
     "scann": scann,
+    "leaves": leaves,
     "2wiki": two_wiki,
     "server": server,
     "encoder": encoder,
