@@ -100,7 +100,7 @@ class BuildOptions:
                 parameters = scann_parameters(TREE_ABOVE, dims) | {"training_sample": rows}
             parameters |= {"reorder_type": self.reorder_type, **asked}
         if "leaves" in parameters:
-            parameters.setdefault("leaves_to_search", max(16, parameters["leaves"] // 5))
+            parameters.setdefault("leaves_to_search", max(16, 2 * parameters["leaves"] // 5))
             if parameters["leaves"] > rows:
                 raise UserError(
                     f"--leaves is {parameters['leaves']} and a shard has {rows} rows; use about their root."
@@ -153,7 +153,7 @@ def _scann_bytes(parameters: dict[str, Any], dims: int) -> tuple[int, int]:
         -(-dims // parameters["dimensions_per_block"]) // 2 + 8
     )  # four bits a block; the leaf's list
     if "leaves" in parameters:
-        codes = 2 * (codes + 8)  # each row is in two leaves
+        codes += 8
     size = {"float32": 4, "bfloat16": 2, "int8": 1, ON_DISK: 0}
     return codes, dims * size[parameters.get("reorder_type", "float32")]
 

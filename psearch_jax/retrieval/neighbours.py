@@ -24,8 +24,6 @@ from psearch_jax.errors import UserError
 BRUTE_FORCE_BELOW = 20_000
 TREE_ABOVE = 1_000_000
 TRAINING_SAMPLE = 100_000
-#: A tree puts each vector into a second leaf, too (ScaNN's SOAR).
-SPILLING = {"soar_lambda": 1.5, "overretrieve_factor": 2.0}
 EXACT_BLOCK = 16_384  # passages scored at a time by exact search
 ON_DISK = "disk"  # the reordering type that keeps no vectors in memory
 ROWS_A_CORE = 8  # queries that ScaNN is given at a time, for every core
@@ -47,7 +45,7 @@ def scann_parameters(count: int, dims: int) -> dict[str, Any]:
     """How ScaNN searches `count` vectors of `dims` dimensions, by the rules of its documentation but for the tree.
 
     Brute force below 20,000; to a million asymmetric hashing of two dimensions a block, the best 100 scored again in
-    float32; above that the same within a tree of about √count leaves, a fifth of them searched (at least 16). Its
+    float32; above that the same within a tree of about √count leaves, two fifths of them searched (at least 16). Its
     documentation takes a tree from 100,000 on; of MiniLM's vectors of short passages a tree finds far fewer than
     hashing alone does (docs/retrieval.md).
     """
@@ -62,7 +60,7 @@ def scann_parameters(count: int, dims: int) -> dict[str, Any]:
     }
     if count > TREE_ABOVE:
         leaves = round(count**0.5)
-        parameters |= {"leaves": leaves, "leaves_to_search": max(16, leaves // 5)}
+        parameters |= {"leaves": leaves, "leaves_to_search": max(16, 2 * leaves // 5)}
     return parameters
 
 
@@ -92,7 +90,6 @@ class ScannNeighbours:
                     num_leaves=parameters["leaves"],
                     num_leaves_to_search=parameters["leaves_to_search"],
                     training_sample_size=sample,
-                    **SPILLING,
                 )
             builder = builder.score_ah(
                 parameters["dimensions_per_block"],

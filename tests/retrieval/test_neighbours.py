@@ -67,7 +67,7 @@ def test_parameters_follow_the_size() -> None:
     assert scann_parameters(19_999, 384) == {"scoring": "brute_force"}
     assert "leaves" not in scann_parameters(1_000_000, 384)
     large = scann_parameters(4_000_000, 384)
-    assert (large["leaves"], large["leaves_to_search"]) == (2000, 400)
+    assert (large["leaves"], large["leaves_to_search"]) == (2000, 800)
     assert scann_parameters(50_000, 5)["dimensions_per_block"] == 1
 
 
