@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/retrieval.py --only vectors --rows 50000
 
 FAISS is installed into an environment of its own (runs/benchmarks/peers) by the same command. Vectors: MiniLM over real
-text: passages, sentences, pairs of sentences and clauses of 2WikiMultihopQA and of a sample of Wikipedia, and questions
-of seven sets (../shared/data); where that is absent, passages of the embedded world. They are kept, and a run that is
-stopped goes on. Queries are questions that are not among them. Everything runs on the cores that the process is given.
+text: passages, sentences (bare and with their title), pairs and triples of sentences and clauses of 2WikiMultihopQA and
+of a sample of Wikipedia, questions of seven sets (../shared/data), and passages of the embedded world. They are kept, and
+a run that is stopped goes on. Queries are questions that are not among them. Everything runs on the cores that the process is given.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ def _sources(asked: list[str]) -> Iterator[str]:
         yield from (question for i, question in enumerate(questions) if i % 16)
         for name in ("2wiki101_corpus", "wiki18_sample_1000"):
             for line in (SHARED / f"{name}.jsonl").open(encoding="utf-8"):
-                text = json.loads(line)["contents"].partition("\n")[2]
+                title, _, text = json.loads(line)["contents"].partition("\n")
                 sentences = re.split(r"(?<=[.!?])\s+", text)
-                yield from sentences
-                yield from (" ".join(sentences[i : i + 2]) for i in range(len(sentences) - 1))
+                title = title.strip('"')
+                yield from (f"{title}: {sentence}" for sentence in sentences)
+                for size in (1, 2, 3):
+                    firsts = range(len(sentences) + 1 - size)
+                    yield from (" ".join(sentences[i : i + size]) for i in firsts)
                 yield from re.split(r"[,;:(]\s*", text)
                 yield text
     from psearch_jax.questions.world import embedded_directory

@@ -114,6 +114,7 @@ class Display:
         self._last_values = ""
         self._total: float | None = None
         self._done = 0.0
+        self._first: tuple[float, float] | None = None  # units and time of the first report
         self._started = self._last_line = 0.0
         self._steps: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self._kinds: dict[str, float] = {}
@@ -144,7 +145,7 @@ class Display:
     def phase(self, title: str, total: float | None = None) -> None:
         """Begins a phase of `total` units (None: not known; the bar sweeps)."""
         self._close_phase(done=True)
-        self._title, self._total, self._done = title, total, 0.0
+        self._title, self._total, self._done, self._first = title, total, 0.0, None
         self._started = self._last_line = time.monotonic()
         self._step_clock.clear()
         self._kinds = {}
@@ -160,6 +161,8 @@ class Display:
     def update(self, done: float, total: float | None = None) -> None:
         """Sets the units done so far; made to be passed as an `on_progress(done, total)` callback."""
         self._done = done
+        if self._first is None:  # of a run that goes on, what was done before says nothing about now
+            self._first = (done, time.monotonic())
         if total is not None:
             self._total = total
         if self._task is not None:
@@ -178,9 +181,10 @@ class Display:
         return f"{self._done:,.0f}/{self._total:,.0f}"
 
     def _eta(self, now: float) -> str:
-        if not self._total or not self._done:
+        done, since = self._first or (0.0, now)
+        if not self._total or self._done <= done:
             return ""
-        left = (now - self._started) * (self._total - self._done) / self._done
+        left = (now - since) * (self._total - self._done) / (self._done - done)
         return f", {duration(left)} left"
 
     def _close_phase(self, *, done: bool) -> None:

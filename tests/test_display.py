@@ -83,6 +83,20 @@ def test_plain_progress_says_something_every_ten_seconds(clock):
     ]
 
 
+def test_the_estimate_does_not_count_what_was_done_before(clock):
+    out = io.StringIO()
+    with Display(stream=out) as shown:
+        shown.phase("Building the index", 200)
+        for done in (104, 105, 106):
+            clock.now += 20
+            shown.update(done)
+    assert out.getvalue().splitlines()[1:4] == [
+        "Building the index: 104/200",
+        "Building the index: 105/200, 31 min 40 s left",
+        "Building the index: 106/200, 31 min 20 s left",
+    ]
+
+
 def test_a_phase_that_an_error_ends_is_not_ticked_off():
     out = io.StringIO()
 
