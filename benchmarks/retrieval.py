@@ -5,8 +5,9 @@
 
 FAISS is installed into an environment of its own (runs/benchmarks/peers) by the same command. Vectors: MiniLM over real
 text: passages, sentences (bare and with their title), pairs and triples of sentences and clauses of 2WikiMultihopQA and
-of a sample of Wikipedia, questions of seven sets (../shared/data), and passages of the embedded world. They are kept, and
-a run that is stopped goes on. Queries are questions that are not among them. Everything runs on the cores that the process is given.
+of a sample of Wikipedia, questions of seven sets (../shared/data), and passages of the embedded world. They are kept,
+and a run that is stopped goes on. Queries are questions that are not among them. Everything runs on the cores that the
+process is given.
 """
 
 from __future__ import annotations

@@ -161,7 +161,9 @@ class Display:
     def update(self, done: float, total: float | None = None) -> None:
         """Sets the units done so far; made to be passed as an `on_progress(done, total)` callback."""
         self._done = done
-        if self._first is None:  # of a run that goes on, what was done before says nothing about now
+        if (
+            self._first is None
+        ):  # of a run that goes on, what was done before says nothing about now
             self._first = (done, time.monotonic())
         if total is not None:
             self._total = total

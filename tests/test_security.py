@@ -1,9 +1,15 @@
 """What a configuration, a corpus or a key must not be able to do."""
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
 
 from psearch_jax.config import Config
 from psearch_jax.config_files import resolve
@@ -70,3 +76,79 @@ def test_a_key_stands_nowhere(tmp_path, monkeypatch):
     texts = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     assert any(b"JUDGE_KEY" in text for text in texts)
     assert not any(CANARY.encode() in text for text in texts)
+
+
+class Gossip(BaseHTTPRequestHandler):
+    """A retrieval server and a judge that repeat the key that they were sent, in answers and in errors."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.append(self.headers.get("Authorization"))
+        if "queries" in asked and len(self.server.keys) % 5:
+            passage = {"document": {"id": "0", "contents": '"Lyon"\n522,250 people.'}, "score": 1.0}
+            status, body = 200, {"result": [[passage]] * len(asked["queries"])}
+        else:
+            status, body = 500, {"error": f"{self.headers.get('Authorization')} is not welcome"}
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def gossip():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gossip)
+    server.keys = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_a_key_is_nowhere_after_a_whole_run(root, tmp_path, gossip):
+    """Trained, evaluated and reported, with servers that send the key back: no file and no line of output has it."""
+    url, run = f"http://127.0.0.1:{gossip.server_port}", tmp_path / "run"
+    settings = [
+        str(root / "configs/embedded/search_r1.yaml"),
+        *(f"run_directory={run}", f"compile_cache={tmp_path / 'compiled'}"),
+        *(f"retrieval.urls=[{url}]", "retrieval.token_variable=RETRIEVAL_KEY"),
+        *("reward.name=judge", f"reward.judge.endpoint={url}/v1", "reward.judge.model=m"),
+        *("reward.judge.key_variable=JUDGE_KEY", f"reward.judge.cache={tmp_path / 'judge.sqlite'}"),
+        *("trainer.steps=1", "trainer.questions_per_step=2", "trainer.group_size=2"),
+        *("rollout.slots=4", "rollout.context=256", "rollout.append_buckets=[64]"),
+        *("rollout.window_buckets=[256]", "algorithm.row_length=256", "algorithm.micro_rows=2"),
+    ]
+    evaluated = ["evaluation.judge=true", "evaluation.limit=3", "retrieval.timeout=5"]
+    environment = os.environ | {
+        "JUDGE_KEY": CANARY,
+        "RETRIEVAL_KEY": CANARY,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # one device, compiled quickly
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    told = b""
+    for command in (
+        ["train", *settings],
+        ["eval", *settings, *evaluated],
+        ["report", str(run)],
+        ["runs", str(tmp_path)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "psearch_jax", *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
+        told += done.stdout + done.stderr
+    assert set(gossip.keys) == {f"Bearer {CANARY}"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"metrics.jsonl", "report.html", "judge.sqlite"} <= {path.name for path in files}
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert CANARY.encode() not in told
