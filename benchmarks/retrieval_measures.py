@@ -140,7 +140,7 @@ def scann(directory: str, queries: str) -> dict[str, Any]:
     ids, speed = timed(lambda q: index.search_vectors(q, K)[0], asked)
     results = {"scann": {"ids": ids, "queries_per_second": speed}}
     searcher = index.neighbours._searcher  # type: ignore[attr-defined]
-    for leaves, reorder in itertools.product((8, 16, 32, 64, 128), (40, 100)):
+    for leaves, reorder in itertools.product((20, 30, 40, 60, 80, 120, 160, 240), (20, 100)):
         ids, speed = timed(
             lambda q, n=leaves, r=reorder: searcher.search_batched_parallel(q, K, r, n)[0], asked
         )
@@ -361,8 +361,8 @@ def encoder(shared: str) -> dict[str, Any]:
 
 
 def leaves() -> dict[str, Any]:
-    """Recall of the first three in the embedded world's index, by hashing alone and in a tree of √n leaves: 500 titles
-    and 500 titles with an attribute as queries."""
+    """Recall of the first three in the embedded world's index, by hashing alone, in a tree of √n leaves, and in one of
+    2.25 √n with each vector in two of them: 500 titles and 500 titles with an attribute as queries."""
     from psearch_jax.assembly import open_backend
     from psearch_jax.config_files import resolve
     from psearch_jax.questions.world import embedded_directory
@@ -387,6 +387,9 @@ def leaves() -> dict[str, Any]:
     for share in (0.05, 0.1, 0.2, 0.4):
         tree = {"leaves": number, "leaves_to_search": round(share * number)}
         shapes[f"tree_{share}"] = shapes["hashing"] | tree
+        number_spilled = round(2.25 * count**0.5)
+        tree = {"leaves": number_spilled, "leaves_to_search": round(share * number_spilled)}
+        shapes[f"tree_spilled_{share}"] = shapes["hashing"] | tree | {"spill": True}
     result: dict[str, Any] = {"rows": count, "leaves": number}
     for name, parameters in shapes.items():
         neighbours = ScannNeighbours.build(np.asarray(index.vectors_NxE, np.float32), parameters)

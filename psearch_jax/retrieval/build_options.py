@@ -8,7 +8,13 @@ from typing import Any
 import psutil
 
 from psearch_jax.errors import UserError
-from psearch_jax.retrieval.neighbours import ON_DISK, TREE_ABOVE, scann_parameters
+from psearch_jax.retrieval.neighbours import (
+    ON_DISK,
+    TREE_ABOVE,
+    leaves_to_search,
+    scann_parameters,
+    unspilled,
+)
 
 KINDS = ("scann", "exact", "bm25", "hybrid")
 EMBED = ("text", "contents")
@@ -98,9 +104,15 @@ class BuildOptions:
         if asked or self.reorder_type != "float32":
             if parameters["scoring"] == "brute_force":
                 parameters = scann_parameters(TREE_ABOVE, dims) | {"training_sample": rows}
-            parameters |= {"reorder_type": self.reorder_type, **asked}
+            parameters["reorder_type"] = self.reorder_type
+            if "leaves" in parameters and self.reorder_type == ON_DISK:
+                parameters |= unspilled(rows)
+            if "leaves" in asked and "leaves" not in parameters:
+                parameters["spill"] = self.reorder_type != ON_DISK
+            parameters |= asked
+            if "leaves" in asked and "leaves_to_search" not in asked:
+                parameters["leaves_to_search"] = leaves_to_search(parameters)
         if "leaves" in parameters:
-            parameters.setdefault("leaves_to_search", max(16, 2 * parameters["leaves"] // 5))
             if parameters["leaves"] > rows:
                 raise UserError(
                     f"--leaves is {parameters['leaves']} and a shard has {rows} rows; use about their root."
@@ -153,7 +165,7 @@ def _scann_bytes(parameters: dict[str, Any], dims: int) -> tuple[int, int]:
         -(-dims // parameters["dimensions_per_block"]) // 2 + 8
     )  # four bits a block; the leaf's list
     if "leaves" in parameters:
-        codes += 8
+        codes = (codes + 8) * (2 if parameters.get("spill") else 1)
     size = {"float32": 4, "bfloat16": 2, "int8": 1, ON_DISK: 0}
     return codes, dims * size[parameters.get("reorder_type", "float32")]
 

@@ -22,7 +22,9 @@ from jaxtyping import Float, Float32, Int64
 from psearch_jax.errors import UserError
 
 BRUTE_FORCE_BELOW = 20_000
-TREE_ABOVE = 1_000_000
+TREE_ABOVE = 100_000
+#: Where a tree puts each vector into a second leaf (ScaNN's SOAR), for most of the recall at a fifth of the leaves.
+SPILLING = {"soar_lambda": 1.5, "overretrieve_factor": 2.0}
 TRAINING_SAMPLE = 100_000
 EXACT_BLOCK = 16_384  # passages scored at a time by exact search
 ON_DISK = "disk"  # the reordering type that keeps no vectors in memory
@@ -42,12 +44,12 @@ class Neighbours(Protocol):
 
 
 def scann_parameters(count: int, dims: int) -> dict[str, Any]:
-    """How ScaNN searches `count` vectors of `dims` dimensions, by the rules of its documentation but for the tree.
+    """How ScaNN searches `count` vectors of `dims` dimensions, by the rules of its documentation but for the leaves.
 
-    Brute force below 20,000; to a million asymmetric hashing of two dimensions a block, the best 100 scored again in
-    float32; above that the same within a tree of about √count leaves, two fifths of them searched (at least 16). Its
-    documentation takes a tree from 100,000 on; of MiniLM's vectors of short passages a tree finds far fewer than
-    hashing alone does (docs/retrieval.md).
+    Brute force below 20,000; to 100,000 asymmetric hashing of two dimensions a block, the best 100 scored again in
+    float32; above that the same within a tree. Its leaves are 2.25 √count and each vector is in two of them (`spill`),
+    so that 8 % of the leaves are enough; without `spill` (`unspilled`) they are √count, and two fifths are searched.
+    Both were measured on MiniLM's vectors (docs/retrieval.md).
     """
     if count < BRUTE_FORCE_BELOW:
         return {"scoring": "brute_force"}
@@ -59,9 +61,22 @@ def scann_parameters(count: int, dims: int) -> dict[str, Any]:
         "training_sample": min(count, TRAINING_SAMPLE),
     }
     if count > TREE_ABOVE:
-        leaves = round(count**0.5)
-        parameters |= {"leaves": leaves, "leaves_to_search": max(16, 2 * leaves // 5)}
+        leaves = round(2.25 * count**0.5)
+        parameters |= {"spill": True, "leaves": leaves}
+        parameters["leaves_to_search"] = leaves_to_search(parameters)
     return parameters
+
+
+def unspilled(count: int) -> dict[str, Any]:
+    """A tree of `count` vectors that keeps each of them once: half the codes, for those who count bytes."""
+    tree = {"spill": False, "leaves": round(count**0.5)}
+    return tree | {"leaves_to_search": leaves_to_search(tree)}
+
+
+def leaves_to_search(tree: dict[str, Any]) -> int:
+    """As many of the tree's leaves as find about 98 % of the first three (at least 16)."""
+    share = 0.08 if tree.get("spill") else 0.4
+    return max(16, round(share * tree["leaves"]))
 
 
 class ScannNeighbours:
@@ -90,6 +105,7 @@ class ScannNeighbours:
                     num_leaves=parameters["leaves"],
                     num_leaves_to_search=parameters["leaves_to_search"],
                     training_sample_size=sample,
+                    **(SPILLING if parameters.get("spill") else {}),
                 )
             builder = builder.score_ah(
                 parameters["dimensions_per_block"],

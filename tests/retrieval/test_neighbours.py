@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from retrieval.samples import clustered_vectors, exact_index
 
+from psearch_jax.retrieval.build_options import BuildOptions
 from psearch_jax.retrieval.neighbours import (
     ExactNeighbours,
     ScannNeighbours,
@@ -24,11 +25,11 @@ def test_exact_search_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(np.sort(found, 1), np.sort(expected, 1))
 
 
-@pytest.mark.parametrize("count", [300, 21_000])
+@pytest.mark.parametrize("count", [300, 21_000, 101_000])
 def test_scann_finds_what_exact_search_finds(
     count: int, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Brute force and hashing; after saving and loading too; nothing on the terminal."""
+    """Brute force, hashing and a tree; after saving and loading too; nothing on the terminal."""
     vectors_NxE, queries_QxE = clustered_vectors(count, 64, 0), clustered_vectors(200, 64, 1)
     exact = exact_index(vectors_NxE)
     expected, _ = exact.search_vectors(queries_QxE, 3)
@@ -65,9 +66,15 @@ def test_a_tree_of_leaves_may_find_fewer_and_says_so() -> None:
 
 def test_parameters_follow_the_size() -> None:
     assert scann_parameters(19_999, 384) == {"scoring": "brute_force"}
-    assert "leaves" not in scann_parameters(1_000_000, 384)
+    assert "leaves" not in scann_parameters(100_000, 384)
     large = scann_parameters(4_000_000, 384)
-    assert (large["leaves"], large["leaves_to_search"]) == (2000, 800)
+    assert (large["leaves"], large["leaves_to_search"], large["spill"]) == (4500, 360, True)
+    once = {"spill": False, "leaves": 2000, "leaves_to_search": 800}
+    assert (
+        BuildOptions(reorder_type="disk").scann_parameters(4_000_000, 384).items() >= once.items()
+    )
+    asked = BuildOptions(leaves=1000).scann_parameters(4_000_000, 384)
+    assert (asked["leaves"], asked["leaves_to_search"], asked["spill"]) == (1000, 80, True)
     assert scann_parameters(50_000, 5)["dimensions_per_block"] == 1
 
 
