@@ -10,7 +10,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +30,7 @@ SPILLING = {"soar_lambda": 1.5, "overretrieve_factor": 2.0}
 TRAINING_SAMPLE = 100_000
 EXACT_BLOCK = 16_384  # passages scored at a time by exact search
 ON_DISK = "disk"  # the reordering type that keeps no vectors in memory
-ROWS_A_CORE = 8  # queries that ScaNN is given at a time, for every core
+ROWS = 16  # queries that ScaNN is given at a time, on each core
 QUERY_BLOCK = 512  # queries scored at a time by exact search
 
 
@@ -86,7 +88,6 @@ class ScannNeighbours:
         self._searcher = searcher
         self._reorder = parameters.get("reorder")
         self._rescored_here = parameters.get("reorder_type") != ON_DISK
-        self._rows = ROWS_A_CORE * (os.cpu_count() or 1)
 
     @classmethod
     def build(
@@ -133,22 +134,33 @@ class ScannNeighbours:
     ) -> Int64[np.ndarray, "Q C"]:
         """See `Neighbours`. Without vectors of its own to score with, it proposes all that would have been.
 
-        Queries go in blocks of one size, filled up with the first of them: in a batch of another size ScaNN's distances
-        to the leaves of a tree differ in their last digits, and so, now and then, do the leaves that it searches.
+        Queries go in blocks of one size, the last filled up: in a batch of another size ScaNN's distances to the leaves
+        of a tree differ in their last digits, and so, now and then, do the leaves that it searches. ScaNN's own
+        `search_batched_parallel` divides a batch by the number of cores, and up to 256 queries not at all.
         """
         queries_QxE = np.ascontiguousarray(queries_QxE, np.float32)
+        count = len(queries_QxE)
+        if not count:
+            return np.empty((0, k), np.int64)
         wide = None if self._reorder is None else max(k, self._reorder)
-        found = [np.empty((0, k), np.int64)] if not len(queries_QxE) else []
-        for start in range(0, len(queries_QxE), self._rows):
-            block = queries_QxE[start : start + self._rows]
-            ids, scores = self._searcher.search_batched_parallel(
-                block[np.arange(self._rows) % len(block)],
+
+        def search(block_RxE: np.ndarray) -> np.ndarray:
+            ids, scores = self._searcher.search_batched(
+                block_RxE,
                 final_num_neighbors=k if wide is None or self._rescored_here else wide,
                 pre_reorder_num_neighbors=wide if self._rescored_here else None,
             )
-            own = np.where(np.isfinite(scores), np.asarray(ids, np.int64), -1)
-            found.append(own[: len(block)])
-        return np.concatenate(found)
+            return np.where(np.isfinite(scores), np.asarray(ids, np.int64), -1)
+
+        padded = queries_QxE[np.arange(count + -count % ROWS) % count]
+        blocks = [padded[start : start + ROWS] for start in range(0, count, ROWS)]
+        return np.concatenate(list(_threads().map(search, blocks)))[:count]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """One thread for each core that the process may use; ScaNN lets go of the interpreter while it searches."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "scann")
 
 
 def _reordered(builder: Any, parameters: dict[str, Any]) -> Any:

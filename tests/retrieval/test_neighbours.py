@@ -90,10 +90,10 @@ def test_what_a_tree_finds_does_not_depend_on_the_batch() -> None:
         "training_sample": 6_000,
     }
     tree = ScannNeighbours.build(vectors_NxE, parameters)
-    handed, search = set(), tree._searcher.search_batched_parallel
+    handed, search = set(), tree._searcher.search_batched
 
     class Watched:
-        def search_batched_parallel(self, queries_QxE: np.ndarray, **options: int) -> tuple:
+        def search_batched(self, queries_QxE: np.ndarray, **options: int) -> tuple:
             handed.add(len(queries_QxE))
             return search(queries_QxE, **options)
 
