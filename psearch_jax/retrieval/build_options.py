@@ -24,10 +24,16 @@ SHARD_BYTES = (
     8 << 30
 )  # float32 vectors in one ScaNN shard; saving is known to fail above about 16 GB
 GIB = 1 << 30
-#: Estimates that no measured build has been compared with yet (`benchmarks/retrieval.py --build` will): bytes of a
-#: process that has JAX, ScaNN and an encoder loaded, and what BM25 takes for every byte of text while it counts.
-BASE_BYTES = int(0.75 * GIB)
-LEXICAL_FACTOR = 9.0
+#: A process that has JAX, ScaNN and a small encoder loaded.
+BASE_BYTES = GIB // 2
+#: What ScaNN takes, measured with 100,000 to 2,000,000 vectors of 384 dimensions (`benchmarks/retrieval.py --build`).
+#: Training: its float32 copy, once more as much, and the sample 2.2 times. Saving a tree: seven bytes for every block of
+#: every code, and a quarter GiB, twice where each vector is in two leaves.
+TRAINING_COPIES, SAMPLE_COPIES = 2, 2.2
+SAVED_BLOCK_BYTES, SAVED_TREE_BYTES = 7, GIB // 4
+LEXICAL_FACTOR = (
+    9.0  # bytes for a byte of text while BM25 counts; no measured build has been compared with it
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,22 +141,27 @@ class Needs:
 def estimate(options: BuildOptions, count: int, dims: int, text_bytes: int) -> Needs:
     """What an index of `count` passages with `text_bytes` bytes of text will need.
 
-    A ScaNN shard takes its float32 matrix and ScaNN's own copy while it is trained, the codes, and a float32 sample;
-    afterwards the codes and the reordering vectors of all shards stay. Vectors and passages on disk are mapped and are
-    not counted: the system drops them when it needs their pages.
+    A ScaNN shard takes its float32 matrix and what ScaNN trains with; then, without the matrix, what ScaNN keeps and
+    what it saves with. Afterwards the codes and the reordering vectors of all shards stay. Vectors and passages on disk
+    are mapped and are not counted: the system drops them when it needs their pages.
     """
     row = 4 * dims
     build = search = BASE_BYTES
     stored = count * dims * (2 if options.vectors == "float16" else 4) if options.dense else 0
     disk = stored + int(1.1 * text_bytes)
     if options.scann:
-        shards = options.shards(count, dims)
-        largest = options.scann_parameters(max(shards), dims)
-        codes, kept = _scann_bytes(largest, dims)
-        sample = largest.get("training_sample", 0) * row
-        build = max(build, BASE_BYTES + max(shards) * (2 * row + codes + kept - row) + sample)
-        search += count * (codes + kept)
-        disk += count * (codes + kept)
+        largest = max(options.shards(count, dims))
+        parameters = options.scann_parameters(largest, dims)
+        kept, saved = _scann_bytes(parameters, dims)
+        sample = int(SAMPLE_COPIES * parameters.get("training_sample", 0) * row)
+        training = largest * row * (1 + TRAINING_COPIES) + sample
+        saving = largest * kept
+        if "leaves" in parameters:
+            copies = 2 if parameters.get("spill") else 1
+            saving += copies * SAVED_TREE_BYTES + largest * saved * SAVED_BLOCK_BYTES
+        build = max(build, BASE_BYTES + max(training, saving))
+        search += count * kept
+        disk += count * (kept + saved)
     if options.lexical:
         build = max(build, BASE_BYTES + int(LEXICAL_FACTOR * text_bytes))
         disk += int(1.2 * text_bytes)
@@ -158,16 +169,16 @@ def estimate(options: BuildOptions, count: int, dims: int, text_bytes: int) -> N
 
 
 def _scann_bytes(parameters: dict[str, Any], dims: int) -> tuple[int, int]:
-    """(codes, reordering vectors) of one row."""
+    """Of one row: what ScaNN keeps in memory (codes, reordering vectors), and its codes in a file (a byte a block)."""
     if parameters["scoring"] == "brute_force":
-        return 0, 4 * dims
-    codes = (
-        -(-dims // parameters["dimensions_per_block"]) // 2 + 8
-    )  # four bits a block; the leaf's list
+        return 4 * dims, 0
+    blocks = -(-dims // parameters["dimensions_per_block"])
+    codes = blocks // 2 + 8  # four bits a block; the leaf's list
     if "leaves" in parameters:
-        codes = (codes + 8) * (2 if parameters.get("spill") else 1)
+        copies = 2 if parameters.get("spill") else 1
+        codes, blocks = (codes + 8) * copies, blocks * copies
     size = {"float32": 4, "bfloat16": 2, "int8": 1, ON_DISK: 0}
-    return codes, dims * size[parameters.get("reorder_type", "float32")]
+    return codes + dims * size[parameters.get("reorder_type", "float32")], blocks
 
 
 def refuse_what_does_not_fit(

@@ -6,6 +6,7 @@ on the batch and ties can be broken by passage order.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import tempfile
@@ -115,7 +116,9 @@ class ScannNeighbours:
             )
             builder = _reordered(builder, parameters)
         with _native_stderr_kept_back():
-            return cls(builder.build(), parameters)
+            searcher = builder.build()
+        _give_memory_back()
+        return cls(searcher, parameters)
 
     @classmethod
     def load(cls, directory: Path, parameters: dict[str, Any]) -> ScannNeighbours:
@@ -128,6 +131,7 @@ class ScannNeighbours:
         directory.mkdir(parents=True)
         with _native_stderr_kept_back():
             self._searcher.serialize(str(directory), relative_path=True)
+        _give_memory_back()
 
     def candidates(
         self, queries_QxE: Float32[np.ndarray, "Q E"], k: int
@@ -254,6 +258,13 @@ def _scann() -> ModuleType:
         if hidden:
             del sys.modules["tensorflow"]
     return scann
+
+
+def _give_memory_back() -> None:
+    """Let the C library return what ScaNN has freed: it keeps up to four times the vectors after a tree is saved."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

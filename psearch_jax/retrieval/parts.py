@@ -177,9 +177,12 @@ def _build_shards(work: Path, manifest: Manifest, watch: Watch) -> None:
         if not final.is_dir():
             watch.say(f"ScaNN shard {number + 1} of {len(shards)}: training on {rows:,} vectors")
             shutil.rmtree(partial, ignore_errors=True)
-            vectors = _read_rows(work / VECTORS, mapped, first, rows)
-            ScannNeighbours.build(vectors, parameters).save(partial)
-            del vectors
+            # Nothing holds the vectors while ScaNN saves.
+            built = ScannNeighbours.build(
+                _read_rows(work / VECTORS, mapped, first, rows), parameters
+            )
+            built.save(partial)
+            del built
             os.rename(partial, final)
         first += rows
 
