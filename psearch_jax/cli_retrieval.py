@@ -59,10 +59,17 @@ def _encoder(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build(function: Callable[..., Any]) -> Callable[..., Any]:
-    number = click.IntRange(0)
     for option in (
         click.option("--out", required=True, type=click.Path(path_type=Path), help="To write."),
         click.option("--replace", is_flag=True, help="Put it in the place of an index there."),
+    ):
+        function = option(function)
+    return _how(function)
+
+
+def _how(function: Callable[..., Any]) -> Callable[..., Any]:
+    number = click.IntRange(0)
+    for option in (
         click.option("--kind", default="scann", help="scann, exact, bm25 or hybrid."),
         click.option("--embed", default="contents", help="contents (with the title) or text."),
         click.option("--vectors", default="float32", help="How they are stored: float32, float16."),
@@ -106,6 +113,23 @@ def build(corpus: Path, **options: Any) -> None:
     from psearch_jax import retrieval_commands as room
 
     click.echo(room.build(corpus, **options))
+
+
+@index.command()
+@_traceback
+@_how
+@click.argument("passages", type=click.IntRange(1))
+@click.option("--dims", type=click.IntRange(1), default=768, help="Of a vector: the encoder's.")
+@click.option(
+    "--passage-bytes", type=click.IntRange(1), default=700, help="Text of one; a hundred words."
+)
+def estimate(passages: int, dims: int, passage_bytes: int, **options: Any) -> None:
+    """Say what memory and disk an index of so many PASSAGES will need; nothing is built."""
+    from psearch_jax.retrieval import build_options as room
+
+    asked = room.BuildOptions(**options)
+    needs = room.estimate(asked, passages, dims, passages * passage_bytes)
+    click.echo(room.describe_needs(needs, passages, dims, asked))
 
 
 @index.command("import")

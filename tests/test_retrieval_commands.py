@@ -1,6 +1,7 @@
 """`psearch index …`: sentences and exit codes, and an index that a recipe can use."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,3 +75,14 @@ def test_a_recipe_still_has_its_index(tmp_path: Path, corpus: Path, capsys) -> N
     assert "none.jsonl cannot be read" in capsys.readouterr().err
     assert cli.main(["index", "retrieval.device_matrix=int8"]) == 2
     assert "set it to exact" in capsys.readouterr().err
+
+
+def test_what_wikipedia_needs_is_what_the_readme_says(capsys) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("<!-- estimate -->")[2].partition("<!-- /estimate -->")[0]
+    for kept in ("float32", "int8", "disk"):
+        assert cli.main(["index", "estimate", "21015324", "--reorder-type", kept]) == 0
+        said = re.findall(r"[\d.]+ GiB", capsys.readouterr().out)
+        [line] = [line for line in table.splitlines() if line.startswith(f"| `{kept}`")]
+        assert re.findall(r"[\d.]+ GiB", line) == said
+    assert cli.main(["index", "estimate", "10", "--kind", "x"]) == 2

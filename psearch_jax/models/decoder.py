@@ -347,13 +347,10 @@ def hidden_states(
     tables = attention_tables(model.config, positions_BxL)
     attend = packed_attention(attention_name, segments_BxL, layout)
 
-    def run(state: tuple[nnx.GraphDef, nnx.State], x: Array) -> Array:
-        block: Block = nnx.merge(*state)
-        return block(x, tables, lambda q, k, v: (attend(q, k, v), None), layout)[0]
-
     def checkpointed(block_def: nnx.GraphDef) -> Callable[[nnx.State, Array], Array]:
         def call(block_params: nnx.State, x: Array) -> Array:
-            return run((block_def, block_params), x)
+            block: Block = nnx.merge(block_def, block_params)
+            return block(x, tables, lambda q, k, v: (attend(q, k, v), None), layout)[0]
 
         return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
 
@@ -363,9 +360,10 @@ def hidden_states(
         layer = checkpointed(block_def)
         x_BxLxD, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x_BxLxD, stacked)
     else:
-        for block in model.layers:
-            block_def, block_params = nnx.split(block)
-            x_BxLxD = checkpointed(block_def)(block_params, x_BxLxD)
+        parts = [nnx.split(block) for block in model.layers]
+        layer = jax.jit(checkpointed(parts[0][0]))  # all layers are alike: traced once
+        for _, block_params in parts:
+            x_BxLxD = layer(block_params, x_BxLxD)
     return model.norm(x_BxLxD)
 
 

@@ -224,7 +224,14 @@ def extend(
         (x_BxTxD, pair), _ = jax.lax.scan(step, (x_BxTxD, cache[0]), (layers, stacked))
         return model.norm(x_BxTxD), (pair,)
     pairs = []
-    for block, pair in zip(model.layers, cache, strict=True):
-        x_BxTxD, pair = through(block, x_BxTxD, pair, ())
+    parts = [nnx.split(block) for block in model.layers]
+    block_def = parts[0][0]
+
+    @jax.jit  # all layers are alike: traced once
+    def layer(block_params: nnx.State, x: Array, pair: tuple[Array, Array]):
+        return through(nnx.merge(block_def, block_params), x, pair, ())
+
+    for (_, block_params), pair in zip(parts, cache, strict=True):
+        x_BxTxD, pair = layer(block_params, x_BxTxD, pair)
         pairs.append(pair)
     return model.norm(x_BxTxD), tuple(pairs)

@@ -27,8 +27,8 @@ GIB = 1 << 30
 #: A process that has JAX, ScaNN and a small encoder loaded.
 BASE_BYTES = GIB // 2
 #: What ScaNN takes, measured with 100,000 to 2,000,000 vectors of 384 dimensions (`benchmarks/retrieval.py --build`).
-#: Training: its float32 copy, once more as much, and the sample 2.2 times. Saving a tree: seven bytes for every block of
-#: every code, and a quarter GiB, twice where each vector is in two leaves.
+#: Training: its float32 copy, once more as much, and the sample 2.2 times. Saving a tree: seven bytes for every block
+#: of every code, and a quarter GiB, twice where each vector is in two leaves.
 TRAINING_COPIES, SAMPLE_COPIES = 2, 2.2
 SAVED_BLOCK_BYTES, SAVED_TREE_BYTES = 7, GIB // 4
 LEXICAL_FACTOR = (
