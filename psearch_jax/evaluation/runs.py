@@ -58,7 +58,9 @@ def describe_run(path: Path, *, now: float | None = None) -> dict[str, Any]:
         rows = read_summary(path).get("rows", {})
     except UserError as error:
         metrics, rows, run["problem"] = [], {}, str(error)
-    steps = _steps(path)
+    # A supervised run plays no episodes, and has a number of steps of its own.
+    supervised = bool(metrics) and "em" not in metrics[-1]
+    steps = _steps(path, "supervised.steps" if supervised else "trainer.steps")
     step = int(metrics[-1].get("step", 0)) if metrics else None
     files = [path / name for name in (METRICS_FILE, SUMMARY, "run.jsonl", ROWS)]
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
@@ -84,11 +86,11 @@ def describe_run(path: Path, *, now: float | None = None) -> dict[str, Any]:
     }
 
 
-def _steps(path: Path) -> int | None:
-    """`trainer.steps` of the newest start."""
+def _steps(path: Path, name: str) -> int | None:
+    """A number of the newest start's configuration."""
     try:
         last = (path / "run.jsonl").read_text(encoding="utf-8").strip().splitlines()[-1]
-        return int(json_text.loads(last)["config"]["trainer.steps"])
+        return int(json_text.loads(last)["config"][name])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -19,6 +19,11 @@ def directory(tmp_path):
     stopped.mkdir()
     (stopped / "metrics.jsonl").write_text('{"step": 1, "em": 0.2}\n{"step": 2, "em": 0.1}\n{"st')
     (stopped / "run.jsonl").write_text(json.dumps({"config": {"trainer.steps": 9}}) + "\n")
+    taught = tmp_path / "taught"
+    taught.mkdir()
+    (taught / "metrics.jsonl").write_text('{"step": 4, "loss": 0.2}\n')
+    both = {"trainer.steps": 9, "supervised.steps": 70}
+    (taught / "run.jsonl").write_text(json.dumps({"config": both}) + "\n")
     old = time.time() - 7200
     for file in stopped.iterdir():
         os.utime(file, (old, old))
@@ -37,14 +42,17 @@ def test_every_run_is_listed_with_its_state_and_best_score(directory, capsys):
     runs = {run["run"].removeprefix(f"{directory}/"): run for run in show(directory, json=True)}
     assert len(json.loads(capsys.readouterr().out)) == len(runs)
     assert set(runs) == {
-        "demo", "demo/em_reward", "demo/parallel_search", "demo/gated", "stopped", "done", "broken",
+        "demo", "demo/em_reward", "demo/parallel_search", "demo/gated", "stopped", "taught", "done",
+        "broken",
     }  # fmt: skip
     states = {name: run["state"] for name, run in runs.items()}
     assert states == {
         "demo": "evaluated", "demo/em_reward": "running", "demo/parallel_search": "running",
-        "demo/gated": "running", "stopped": "stopped", "done": "finished", "broken": "damaged",
+        "demo/gated": "running", "stopped": "stopped", "taught": "running", "done": "finished",
+        "broken": "damaged",
     }  # fmt: skip
     assert (runs["stopped"]["step"], runs["stopped"]["steps"]) == (2, 9)
+    assert (runs["taught"]["step"], runs["taught"]["steps"]) == (4, 70)
     assert runs["stopped"]["best"] == {"row": "step 1", "em": 0.2, "mode": "training"}
     best = json.loads((directory / "demo" / "summary.json").read_text())["rows"]
     top = max(best, key=lambda name: best[name]["em"])
