@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct here and in transformers, the same work: tokens trained on and decoded a second.
 
     .venv/bin/python benchmarks/smollm2.py --json        about 3 minutes on two cores, 5 GB of memory
+    .venv/bin/python benchmarks/smollm2.py --curve runs/smollm2/parallel_search     the curve of a run, five steps a row
 
 Training: an update of adapters of rank 16 on every projection (ours as configs/smollm2 has it, theirs with PEFT and
 AdamW) over 4 sequences of 256 tokens, every one of them scored. Decoding: 8 prompts of 16 tokens, 32 tokens each,
@@ -158,10 +159,27 @@ def theirs(policy: Policy) -> dict[str, dict[str, float]]:
     return {"train": timed(train), "decode": decoding}
 
 
+def curve(run: Path, every: int = 5) -> str:
+    """A run's training as a table: means of so many steps."""
+    names = ("reward", "em", "turns", "subqueries", "decomposed", "well_formed")
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+    table = [f"| steps | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    for first in range(0, len(steps), every):
+        part = steps[first : first + every]
+        means = " | ".join(f"{np.mean([step[name] for step in part]):.2f}" for name in names)
+        table.append(f"| {part[0]['step']}–{part[-1]['step']} | {means} |")
+    return "\n".join(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    parser.add_argument("--curve", type=Path, help="print only how this run's training went")
     arguments = parser.parse_args()
+    if arguments.curve:
+        print(curve(arguments.curve))
+        return
     policy = open_policy("SmolLM2-135M-Instruct")
     work = {"train": ROWS * LENGTH, "decode": PROMPTS * NEW}
     result: dict[str, Any] = {}

@@ -140,6 +140,8 @@ def _source(corpus: Path, faiss: Path | None, skip_bad: int) -> str:
         if path is not None and path.exists():
             status = path.stat()
             parts.append(f"{path.absolute()} {status.st_size} {status.st_mtime_ns}")
+        elif path is not None:
+            parts.append(str(path))  # hf:NAME
     return "\n".join(parts)
 
 

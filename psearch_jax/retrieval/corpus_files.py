@@ -1,4 +1,4 @@
-"""The files that a corpus may be: JSONL (plain, gzip, zstd), Parquet, a saved Hugging Face dataset."""
+"""What a corpus may be: JSONL (plain, gzip, zstd), Parquet, a dataset of the `datasets` library, saved or by name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from psearch_jax.errors import UserError
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 ROWS_AT_A_TIME = 4096  # of a table, decoded together
+HUB = "hf:"
 
 #: What a row is before it is read: a line of JSON, or the columns of a table's row.
 RawRow = bytes | dict[str, Any]
@@ -24,6 +25,8 @@ def iter_raw_rows(path: Path) -> Iterator[tuple[str, RawRow]]:
     """Yield ("line 3" or "row 3" of …, raw row) of a corpus; what the file is shows in its first bytes.
 
     A directory is a Hugging Face dataset (`save_to_disk`) or holds Parquet files, read by name.
+    hf:NAME[:CONFIG][@SPLIT] is what `datasets.load_dataset` finds, on the hub or in a directory; its split "train"
+    unless another is named.
 
     Raises:
       UserError: the corpus cannot be opened, or breaks off; names the last row that was read.
@@ -41,6 +44,9 @@ def iter_raw_rows(path: Path) -> Iterator[tuple[str, RawRow]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, RawRow]]:
+    if str(path).startswith(HUB):
+        yield from _hub_rows(str(path))
+        return
     if path.is_dir():
         yield from _directory_rows(path)
         return
@@ -97,11 +103,7 @@ def _directory_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if (path / "state.json").is_file():
         from datasets import load_from_disk
 
-        dataset = load_from_disk(str(path))
-        for start in range(0, len(dataset), ROWS_AT_A_TIME):
-            columns = dataset[start : start + ROWS_AT_A_TIME]
-            for i, values in enumerate(zip(*columns.values(), strict=True)):
-                yield f"row {start + i + 1}", dict(zip(columns, values, strict=True))
+        yield from _dataset_rows(load_from_disk(str(path)))
         return
     files = sorted(path.glob("*.parquet"))
     if not files:
@@ -112,3 +114,26 @@ def _directory_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in files:
         for where, row in _parquet_rows(file):
             yield f"{where} of {file.name}", row
+
+
+def _hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    import datasets
+
+    rest, _, split = source.removeprefix(HUB).partition("@")
+    name, _, config = rest.partition(":")
+    try:
+        dataset = datasets.load_dataset(name, config or None, split=split or "train")
+    except Exception as error:  # it raises many kinds, for a typing error as for a lost connection
+        first = str(error).strip().splitlines()[:1] or [""]
+        raise UserError(
+            f"The corpus {source} cannot be read ({type(error).__name__}: {first[0]}); "
+            "check NAME, CONFIG and SPLIT of hf:NAME:CONFIG@SPLIT, or give a local file."
+        ) from error
+    yield from _dataset_rows(dataset)
+
+
+def _dataset_rows(dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for start in range(0, len(dataset), ROWS_AT_A_TIME):
+        columns = dataset[start : start + ROWS_AT_A_TIME]
+        for i, values in enumerate(zip(*columns.values(), strict=True)):
+            yield f"row {start + i + 1}", dict(zip(columns, values, strict=True))

@@ -76,6 +76,23 @@ def test_missing_empty_and_directory(tmp_path: Path) -> None:
         read_corpus(lines(tmp_path / "empty.jsonl", "", "  "))
 
 
+def test_a_data_set_of_the_datasets_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "mine").mkdir()
+    for split, text in (("train", "one"), ("test", "two")):
+        row = {"id": split, "contents": f'"T"\n{text}'}
+        lines(tmp_path / "mine" / f"{split}.jsonl", json.dumps(row))
+    assert read_corpus(f"hf:{tmp_path / 'mine'}") == [Passage("train", "T", "one")]
+    assert read_corpus(f"hf:{tmp_path / 'mine'}@test") == [Passage("test", "T", "two")]
+    for wrong in (tmp_path / "missing", f"{tmp_path / 'mine'}@dev"):
+        with pytest.raises(UserError, match="hf:.* cannot be read .*check NAME"):
+            read_corpus(f"hf:{wrong}")
+
+
 def test_reading_is_lazy(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", '{"id": "a", "contents": "x"}', "broken")
     assert next(iter_corpus(path)).id == "a"
