@@ -255,8 +255,9 @@ async def _load(
                     answer.raise_for_status()
                     seconds.append(time.perf_counter() - begun)
                     wrong += not _same(answer.json()["result"], [right[q] for q in asked])
-                except httpx.HTTPError:
+                except httpx.HTTPError as error:
                     failures += 1
+                    print(f"failed: {error!r}", file=sys.stderr)
 
         begun = time.perf_counter()
         await asyncio.gather(*(one(i) for i in range(clients)))

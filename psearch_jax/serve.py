@@ -15,6 +15,9 @@ from psearch_jax.retrieval.searcher import local_mesh
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE = 20  # seconds that running requests get when the server is stopped
+#: Seconds that a connection may be idle. Clients and balancers let go of one after 5 to 60; a server that did it first
+#: would now and then close one on which a request is under way.
+KEEP_ALIVE = 75
 
 
 def run(
@@ -71,7 +74,11 @@ def run(
         _say(
             f"{len(searcher):,} passages, index {searcher.fingerprint}, at {address} (docs: {address}/docs)"
         )
-        settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": GRACE}
+        settings: dict[str, Any] = {
+            "log_level": "warning",
+            "timeout_graceful_shutdown": GRACE,
+            "timeout_keep_alive": KEEP_ALIVE,
+        }
         uvicorn.Server(uvicorn.Config(app, backlog=2048, **settings)).run(sockets=[listening])
         _say("stopped")
 
