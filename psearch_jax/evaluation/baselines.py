@@ -192,9 +192,10 @@ def ircot(desk: Desk, question: Question) -> Script:
 
 
 def iter_retgen(desk: Desk, question: Question) -> Script:
-    """Retrieve and generate in turns: the next search is the question with the last answer's whole text."""
+    """Retrieve and generate in turns: the next search is the question with the whole text of the last answer. At least
+    twice: once would be RAG."""
     query, answer, seen = question.text, None, ""
-    for _ in range(max(1, desk.protocol.max_search_turns - 1)):
+    for _ in range(max(2, desk.protocol.max_search_turns - 1)):
         (hits,) = yield Search(queries=(query,))
         shown = desk.passages(hits)
         written = yield Write(

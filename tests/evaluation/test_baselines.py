@@ -95,8 +95,11 @@ def test_ircot_searches_with_every_thought_and_then_reads():
     assert len(queries(play("ircot", "1.", "2.", "3.", "Answer: Ann")[1])) == 4
 
 
-def test_iter_retgen_searches_with_what_it_generated():
-    answer, asked = play("iter_retgen", "a lamp\nAnswer: Bob", "Answer: Ann")
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_iter_retgen_searches_with_what_it_generated(turns):
+    """Also where few search turns are allowed: with one search it would be RAG."""
+    protocol = dataclasses.replace(PROTOCOL, max_search_turns=turns)
+    answer, asked = play("iter_retgen", "a lamp\nAnswer: Bob", "Answer: Ann", protocol=protocol)
     assert answer == "Ann"
     assert queries(asked) == [("Who made {it}?",), ("Who made {it}? a lamp Answer: Bob",)]
 
