@@ -13,6 +13,7 @@ import pytest
 from rollout import toys
 
 from benchmarks.peers import figures, lockstep, process
+from benchmarks.retrieval import beside_peers
 from psearch_jax.config import SamplingConfig
 from psearch_jax.rollout import reference
 from psearch_jax.rollout.environment import SearchEnvironment
@@ -228,3 +229,23 @@ def test_memory_sees_a_peak_that_is_gone():
     assert memory.peak() - before > 150_000_000
     memory.start_peak()
     assert memory.peak() - before < 100_000_000
+
+
+def test_speeds_are_compared_where_as_much_is_found():
+    table = [
+        {"search": name, "recall_at_3": recall, "queries_per_second": speed}
+        for name, recall, speed in (
+            *(
+                ("scann", 0.98, 50.0),
+                ("scann_alone_a", 0.90, 100.0),
+                ("scann_alone_b", 0.985, 70.0),
+            ),
+            *(("flat", 1.0, 2.0), ("hnsw32_a", 0.90, 80.0), ("hnsw32_b", 0.97, 90.0)),
+            *(("hnsw32_c", 0.98, 40.0), ("hnsw32_d", 0.999, 5.0)),
+        )
+    ]
+    told = beside_peers(table)
+    assert (told["recall_at_3"], told["speedup_over_faiss_flat"]) == (0.98, 25.0)
+    # 100 over 80, 70 over 90, 70 over 40; nothing of ours finds what the last does.
+    assert told["speedup_over_hnsw_at_equal_recall"] == pytest.approx(70 / 90)
+    assert told["speedup_over_hnsw_at_our_recall"] == 50 / 40

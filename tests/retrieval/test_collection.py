@@ -232,6 +232,9 @@ def test_empty_corpora_and_estimates_that_do_not_fit(
         BuildOptions(reorder_type="disk", shard_rows=1 << 20), 21_015_324, 768, 14 << 30
     )
     assert small.search < 6e9 and small.build < 11e9
+    # What two builds took (`benchmarks/retrieval.py --only vectors`, `--build 2000000`).
+    for rows, took in ((200_000, 1_911_889_920), (2_000_000, 10_092_802_048)):
+        assert estimate(BuildOptions(), rows, 384, 0).build == pytest.approx(took, rel=0.15)
     free = int(0.51 * build_options.GIB)
     monkeypatch.setattr(build_options, "available_memory", lambda: free)
     with pytest.raises(UserError, match="use a machine with more memory"):
